@@ -1,0 +1,65 @@
+"""The command line: ``fathom-eval COMMAND …``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from fathom_eval import __version__
+from fathom_eval.errors import UserError, did_you_mean
+
+COMMANDS = ("ruler", "report", "methods", "models", "doctor")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors in the project's own form."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message} (see '{self.prog} --help')")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. It imports no command's heavy dependencies."""
+    parser = _Parser(
+        prog="fathom-eval",
+        description="Measure key scans for sparse attention: many methods branched from one dense prefill.",
+        epilog="example: fathom-eval ruler --model smollm2 --context 2048 --k 128 --limit 4 --output runs/first",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fathom-eval {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for name in COMMANDS:
+        module = importlib.import_module(f"fathom_eval.commands.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=f"example: {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 2 bad input, 130 interrupted (the run can be resumed)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = build_parser()
+        if not arguments:
+            parser.print_help()
+            return 0
+        if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+            raise UserError(f"unknown command '{arguments[0]}'; {did_you_mean(arguments[0], COMMANDS)}")
+        args = parser.parse_args(arguments)
+        return int(args.run(args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; finished work is kept, run the same command again to go on", file=sys.stderr)
+        return 130

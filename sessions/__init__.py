@@ -1,0 +1,1 @@
+"""Agent sessions: trajectory readers, rendering and assembly."""

@@ -1,0 +1,1 @@
+"""RULER-style tasks: haystacks and the builders of samples."""
