@@ -1,0 +1,139 @@
+"""Lock-step greedy decoding of many branches of one prefix: the model's weights are read once a step for all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from fathom_eval.branches import Branch, BranchBatch
+from fathom_eval.compat import cache_argument
+from fathom_eval.errors import UserError
+from fathom_eval.prefill import Prefix, use_attention
+
+if TYPE_CHECKING:
+    from fathom_eval.models import LoadedModel
+
+
+@dataclass(frozen=True)
+class BranchResult:
+    """What one branch generated and what its scan read.
+
+    Attributes:
+        token_ids: Generated tokens, an end token included.
+        finish: ``eos``, ``length`` or ``error``.
+        error: Why the branch failed.
+        steps: Decode steps taken.
+        fired: Layers' attention that the method decided; ``layers × steps`` unless it silently stopped.
+        bits, declared_bits: Scan bits per token, KV head and layer: counted, and what the plans declare; None for controls.
+        channels: Mean channels read; None for controls.
+        rows: Mean distinct K/V rows selected per KV head, layer and step.
+        candidate_rows: Mean further K rows fetched for reranking.
+    """
+
+    branch: Branch
+    token_ids: tuple[int, ...]
+    finish: str
+    error: str | None
+    steps: int
+    fired: int
+    bits: float | None
+    declared_bits: float | None
+    channels: float | None
+    rows: float
+    candidate_rows: float
+
+
+class _TailCache(DynamicCache):
+    """Holds each branch's own tokens; the prefix before them is counted but not copied."""
+
+    def __init__(self, prefix_tokens: int) -> None:
+        super().__init__()
+        self._prefix_tokens = prefix_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._prefix_tokens + super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        # A single query token attends to all there is: no mask is wanted, whatever the branches' methods select.
+        return self.get_seq_length(layer_idx) + 1, 0
+
+
+@torch.inference_mode()
+def decode(
+    loaded: LoadedModel,
+    prefix: Prefix,
+    branches: Sequence[Branch],
+    max_new_tokens: int,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> list[BranchResult]:
+    """Greedily decode every branch from the same prefix, one row of a batch each.
+
+    The prompt's last token is the first step of every branch, so every generated token comes from the method's own attention.
+
+    Raises:
+        UserError: Prompt and generation exceed the model's positions.
+    """
+    facts, model = loaded.facts, loaded.model
+    if prefix.tokens + 1 + max_new_tokens > facts.max_positions:
+        raise UserError(
+            f"{prefix.tokens + 1} prompt tokens and {max_new_tokens} to generate exceed the {facts.max_positions} that {facts.name} holds"
+        )
+    use_attention(loaded)
+    batch = BranchBatch(prefix, branches, facts)
+    rows = len(branches)
+    cache: Cache = _TailCache(prefix.tokens)
+    ends = torch.tensor(facts.eos_token_ids, device=model.device, dtype=torch.int64)
+    current = torch.full((rows, 1), prefix.token_ids[-1], device=model.device)
+    tokens: list[Tensor] = []
+    lengths = [max_new_tokens] * rows
+    finish = ["length"] * rows
+    errors: list[str | None] = [None] * rows
+    counted: list[dict[str, Any] | None] = [None] * rows
+    for step in range(max_new_tokens):
+        position = torch.full((rows, 1), prefix.tokens + step, device=model.device)
+        output = model(
+            input_ids=current, position_ids=position, use_cache=True, logits_to_keep=1, branches=batch, **{cache_argument(model): cache}
+        )
+        logits = output.logits[:, -1].float()
+        current = logits.argmax(-1, keepdim=True)
+        tokens.append(current)
+        broken = (~torch.isfinite(logits).all(-1)).tolist()
+        ended = torch.isin(current.squeeze(-1), ends).tolist()
+        for row in range(rows):
+            if counted[row] is None and (broken[row] or ended[row] or step == max_new_tokens - 1):
+                if broken[row]:
+                    finish[row], errors[row] = "error", f"the logits of step {step} are not finite"
+                elif ended[row]:
+                    finish[row] = "eos"
+                lengths[row] = step if broken[row] else step + 1
+                counted[row] = _counts(batch, row, step + 1)
+        if progress is not None:
+            progress(step + 1)
+        if all(count is not None for count in counted):
+            break
+    generated = torch.cat(tokens, dim=-1).tolist()
+    return [
+        BranchResult(branch, tuple(generated[row][: lengths[row]]), finish[row], errors[row], **(counted[row] or {}))
+        for row, branch in enumerate(branches)
+    ]
+
+
+def _counts(batch: BranchBatch, row: int, steps: int) -> dict[str, Any]:
+    """A branch's counters as means, taken at its last step: rows that have finished are carried along but not counted."""
+    scanned = int(batch.scan_tokens[row])
+    attended = batch.facts.layers * batch.facts.kv_heads * steps
+    return {
+        "steps": steps,
+        "fired": int(batch.fired[row]),
+        "bits": int(batch.scan_bits[row]) / scanned if scanned else None,
+        "declared_bits": float(batch.declared_bits[row]) / scanned if scanned else None,
+        "channels": int(batch.channels[row]) / attended if scanned else None,
+        "rows": int(batch.rows[row]) / attended,
+        "candidate_rows": int(batch.candidates[row]) / attended,
+    }

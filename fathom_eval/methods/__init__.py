@@ -1,0 +1,162 @@
+"""The registry of methods, and how a method is named on a command line.
+
+A method is ``name`` or ``name:option=value:option=value``; the options of :class:`~fathom_eval.selection.Policy` go with every
+method: ``sparq:r=D/4:rerank=2``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Literal
+
+from fathom_eval.errors import UserError, did_you_mean
+from fathom_eval.methods.base import Method
+from fathom_eval.methods.controls import Dense, ExactTopK
+from fathom_eval.methods.double_sparsity import DoubleSparsity
+from fathom_eval.methods.fathom import Fathom
+from fathom_eval.methods.landmark import Landmark
+from fathom_eval.methods.loki import Loki
+from fathom_eval.methods.sparq import SparQ
+from fathom_eval.methods.uniform import Full, Thumbnail
+from fathom_eval.selection import Policy
+
+if TYPE_CHECKING:
+    from fathom_eval.models import ModelFacts
+
+BUILT_IN: tuple[type[Method], ...] = (Dense, ExactTopK, Fathom, SparQ, DoubleSparsity, Loki, Thumbnail, Full, Landmark)
+
+PAPER = (
+    "dense",
+    "exact",
+    "fathom:budget=48:basis=raw",
+    "fathom:budget=48:basis=klt",
+    "fathom:budget=64:basis=klt",
+    "sparq:r=D/8",
+    "sparq:r=D/4",
+    "sparq:r=D/8:per_head=true",
+    "double_sparsity:c=D/4",
+    "loki:r=D/4",
+    "loki:r=D/2",
+    "thumbnail",
+    "full",
+    "landmark",
+)
+"""The scans of the paper's main tables, the default of every command (``--methods paper``)."""
+
+
+def registry() -> dict[str, type[Method]]:
+    """All methods by name: the built-in ones and those that installed packages give in the group ``fathom_eval.methods``."""
+    methods = {method.name: method for method in BUILT_IN}
+    for entry in entry_points(group="fathom_eval.methods"):
+        method = entry.load()
+        if not (isinstance(method, type) and issubclass(method, Method)):
+            raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
+        if method.name in methods:
+            raise UserError(f"the entry point '{entry.name}' names a method '{method.name}', which exists already")
+        methods[method.name] = method
+    return methods
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method with its options and its selection policy."""
+
+    method: Method
+    policy: Policy
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every option that is not the default: with the name and version, the method's identity in a record."""
+        changed: dict[str, Any] = {}
+        for part in (self.method, self.policy):
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                if value != field.default:
+                    changed[field.name] = list(value) if isinstance(value, tuple) else value
+        return changed
+
+    @property
+    def label(self) -> str:
+        """Name and options, as tables show them."""
+        words = [self.method.label()]
+        for field in dataclasses.fields(self.policy):
+            value = getattr(self.policy, field.name)
+            if value != field.default:
+                shown = "+".join(map(str, value)) if isinstance(value, tuple) else value
+                words.append(f"{field.name}={shown}")
+        return " ".join(words)
+
+    def check(self, facts: ModelFacts, k_values: Iterable[int]) -> None:
+        """Raise :class:`UserError` for what cannot work with this model and these k."""
+        self.method.check(facts)
+        for layer in self.policy.dense_layers:
+            if not 0 <= layer < facts.layers:
+                raise UserError(f"{self.label}: dense layer {layer} is not in 0..{facts.layers - 1}")
+        if self.method.store(facts) is not None:
+            for k in k_values:
+                self.policy.check(k, self.label)
+
+
+def parse_method(text: str) -> MethodSpec:
+    """One method from the command line.
+
+    Raises:
+        UserError: An unknown method or option, or a value of the wrong kind.
+    """
+    name, *parts = text.strip().split(":")
+    methods = registry()
+    if name not in methods:
+        raise UserError(f"unknown method '{name}'; {did_you_mean(name, methods)}")
+    kind = methods[name]
+    own, shared = _option_types(kind), _option_types(Policy)
+    given: dict[str, Any] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"method '{text}': '{part}' is not option=value")
+        if option not in own and option not in shared:
+            raise UserError(f"method '{name}' has no option '{option}'; {did_you_mean(option, [*own, *shared])}")
+        if option in given:
+            raise UserError(f"method '{text}' gives the option '{option}' twice")
+        given[option] = _convert(value, own.get(option, shared.get(option)), f"method '{name}', option '{option}'")
+    method = kind(**{option: value for option, value in given.items() if option in own})
+    return MethodSpec(method, Policy(**{option: value for option, value in given.items() if option not in own}))
+
+
+def parse_methods(text: str) -> list[MethodSpec]:
+    """A comma-separated list of methods; ``paper`` stands for the scans of the paper's main tables."""
+    specs: list[MethodSpec] = []
+    for word in text.split(","):
+        for item in PAPER if word.strip() == "paper" else (word,):
+            spec = parse_method(item)
+            if spec not in specs:
+                specs.append(spec)
+    return specs
+
+
+def _option_types(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _convert(text: str, kind: Any, where: str) -> Any:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise UserError(f"{where}: '{text}' is not one of {', '.join(choices)}")
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise UserError(f"{where}: '{text}' is not true or false")
+        return text.lower() == "true"
+    if isinstance(kind, types.GenericAlias):  # tuple[int, ...], written 0+1
+        return tuple(_convert(part, int, where) for part in text.split("+"))
+    try:
+        return kind(text)
+    except ValueError:
+        raise UserError(f"{where}: '{text}' is not a {'whole number' if kind is int else 'number'}") from None

@@ -1,0 +1,54 @@
+"""SparQ: the query picks the channels, each read at full depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from fathom_eval.methods.base import Method, channel_count, top_channels
+from fathom_eval.planes import PlaneSpec
+from fathom_eval.stores import StoreSpec
+
+if TYPE_CHECKING:
+    from fathom_eval.models import ModelFacts
+    from fathom_eval.prefill import PrefixLayer
+
+
+@dataclass(frozen=True)
+class SparQ(Method):
+    """The r channels with the largest |q| summed over the group, 4-bit codes (arXiv:2312.04985, its grouped-query rule).
+
+    Attributes:
+        r: Channels, a number or a share of head_dim.
+        per_head: Every query head picks its own r channels and the group reads the union of the picks (paper §6, A5).
+    """
+
+    name: ClassVar[str] = "sparq"
+    family: ClassVar[str] = "SparQ"
+    source: ClassVar[str] = "SparQ (arXiv:2312.04985), grouped-query rule, 4-bit codes, no reallocation"
+
+    r: str = "D/8"
+    per_head: bool = False
+
+    def check(self, facts: ModelFacts) -> None:
+        channel_count(self.r, facts.head_dim, "sparq: r")
+
+    def store(self, facts: ModelFacts) -> StoreSpec | None:
+        return PlaneSpec("raw")
+
+    def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
+        return channel_count(self.r, facts.head_dim, "sparq: r")
+
+    def plan(self, query: Tensor, index: Any) -> Tensor | None:
+        magnitude = query.abs()
+        picked = top_channels(magnitude, index).any(-2) if self.per_head else top_channels(magnitude.sum(-2), index)
+        return picked * 4
+
+    def typical_bits(self, head_dim: int) -> str:
+        bits = 4.25 * channel_count(self.r, head_dim, "sparq: r")
+        return f"{bits:g} or more" if self.per_head else f"{bits:g}"
+
+    def label(self) -> str:
+        return f"sparq r={self.r}" + (" per head" if self.per_head else "")

@@ -1,0 +1,181 @@
+"""The bit-plane key store (paper §3.2): a 4-bit key copy whose plane prefixes are exact coarser quantisers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fathom_eval.calibration import Basis
+from fathom_eval.kernels.pack import BLOCK, block_scales, pack_planes, quantise, unpack_plane
+from fathom_eval.reads import Reads
+from fathom_eval.stores import Store, StoreSpec
+
+if TYPE_CHECKING:
+    from fathom_eval.prefill import PrefixLayer
+
+SEGMENT_BLOCKS = 512
+"""Blocks of one segment (32k tokens): one plane of one channel of a full segment is a contiguous run of 4 KB."""
+
+DECODED_LIMIT = 32 * 2**20
+"""Bytes up to which a segment keeps its planes decoded beside the packed words, since a CPU is slow at bits."""
+
+
+@dataclass(frozen=True)
+class PlaneSpec(StoreSpec):
+    """A bit-plane store in the model's own channels or in the prefix's Karhunen–Loève basis."""
+
+    basis: Literal["raw", "klt"] = "raw"
+    planes: int = 4
+
+    def build(self, layer: PrefixLayer, tokens: int) -> Store:
+        heads, _, channels = layer.keys.shape
+        basis = layer.key_statistics.basis if self.basis == "klt" else None
+        store = PlaneStore((heads,), channels, basis=basis, planes=self.planes, device=layer.keys.device)
+        store.append(layer.keys[:, :tokens])
+        return store
+
+
+class _Segment:
+    """A run of blocks with room to grow: planes int64 ``[…, D, P, capacity]``, scales fp16 ``[…, D, capacity]``."""
+
+    def __init__(self, lead: tuple[int, ...], channels: int, planes: int, capacity: int, device: torch.device) -> None:
+        self.planes = torch.zeros(*lead, channels, planes, capacity, dtype=torch.int64, device=device)
+        self.scales = torch.zeros(*lead, channels, capacity, dtype=torch.float16, device=device)
+        self.blocks = 0
+        self.decoded: Tensor | None = None
+
+    @property
+    def room(self) -> int:
+        return self.scales.shape[-1] - self.blocks
+
+    def write(self, planes: Tensor, scales: Tensor) -> None:
+        end = self.blocks + scales.shape[-1]
+        self.planes[..., self.blocks : end] = planes
+        self.scales[..., self.blocks : end] = scales
+        self.blocks = end
+        self.decoded = None
+
+    def plane_values(self, plane: int) -> Tensor:
+        """What the bits of one plane add to the keys, fp32 ``[…, D, tokens]``: ±a / 2^(plane + 1).
+
+        The mid-rise value of a t-bit prefix is the sum over its planes, since
+        (c_t + 1/2 - 2^(t-1)) · a / 2^(t-1) = Σ_{p<t} (2·bit_p - 1) · a / 2^(p+1).
+        """
+        bits = unpack_plane(self.planes[..., plane, : self.blocks])
+        step = self.scales[..., : self.blocks].float() * 2.0 ** -(plane + 1)
+        return (bits * 2 - 1) * step.repeat_interleave(BLOCK, dim=-1)
+
+
+class PlaneStore(Store):
+    """Keys as bit planes, laid out ``[head][channel][plane][block]`` in segments.
+
+    Args:
+        lead: Leading dimensions of the keys, ``(H,)`` shared or ``(R, H)`` for blocks that branches sealed themselves.
+        channels: D.
+        basis: Store (k - μ)V instead of k.
+        planes: Bits of a code.
+        segment_blocks: Blocks that a segment made by a later :meth:`append` holds.
+    """
+
+    def __init__(
+        self,
+        lead: tuple[int, ...],
+        channels: int,
+        *,
+        basis: Basis | None = None,
+        planes: int = 4,
+        device: torch.device | str = "cpu",
+        segment_blocks: int = SEGMENT_BLOCKS,
+    ) -> None:
+        self._lead = lead
+        self._channels = channels
+        self._basis = basis
+        self._planes = planes
+        self._device = torch.device(device)
+        self._segment_blocks = segment_blocks
+        self.segments: list[_Segment] = []
+
+    def append(self, keys: Tensor) -> None:
+        if self._basis is not None:
+            keys = (keys.float() - self._basis.mean.unsqueeze(-2)) @ self._basis.vectors
+        done, total = 0, keys.shape[-2] // BLOCK
+        while done < total:
+            if not self.segments or not self.segments[-1].room:
+                # A prefix is sealed in one go and its segments need no spare room; blocks sealed later come one by one.
+                capacity = min(SEGMENT_BLOCKS, total - done) if total > 1 else self._segment_blocks
+                self.segments.append(_Segment(self._lead, self._channels, self._planes, capacity, self._device))
+            segment = self.segments[-1]
+            count = min(segment.room, total - done)
+            part = keys[..., done * BLOCK : (done + count) * BLOCK, :]
+            scales = block_scales(part)
+            segment.write(pack_planes(quantise(part, scales, self._planes), self._planes), scales)
+            done += count
+        self.tokens += keys.shape[-2]
+
+    def empty(self, rows: int) -> Store:
+        lead = (rows, self._lead[-1])
+        # A branch seals a block in 64 of its steps: a few blocks of room are many steps.
+        return PlaneStore(lead, self._channels, basis=self._basis, planes=self._planes, device=self._device, segment_blocks=4)
+
+    def project(self, query: Tensor) -> Tensor:
+        query = query.float()
+        return query if self._basis is None else query @ self._basis.vectors
+
+    def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
+        """See :meth:`Store.scan`; ``plan`` is the read depth of every channel, integers in 0..P ``[R, H, D]``.
+
+        A plane takes part in the scores of a branch through a query that is zero on the channels which the branch does not
+        read that deep. The same mask is what is counted, so nothing that is not counted can reach a score.
+        """
+        assert plan is not None, "a plane store needs read depths"
+        levels = torch.arange(self._planes, device=plan.device).view(-1, 1)
+        read = plan.unsqueeze(-2) > levels  # [R, H, P, D]
+        queries = projected.unsqueeze(-3) * read.unsqueeze(-2)  # [R, H, P, G, D]
+        scores = torch.cat([self._scan_segment(segment, queries) for segment in self.segments], dim=-1)
+        if self._basis is not None:
+            scores = scores + (query.float() @ self._basis.mean.unsqueeze(-1))
+        blocks = self.tokens // BLOCK
+        channels = read[:, :, 0].sum(-1)
+        planes_read = read.sum((-1, -2))
+        return scores, Reads(
+            code_bits=planes_read * (blocks * BLOCK),
+            scale_bits=channels * (blocks * 16),
+            other_bits=torch.zeros_like(channels),
+            channels=channels,
+            tokens=self.tokens,
+        )
+
+    def coverage(self, projected: Tensor, plan: Tensor | None) -> Tensor:
+        assert plan is not None
+        magnitude = projected.abs()
+        return (magnitude * (plan.unsqueeze(-2) > 0)).sum(-1) / magnitude.sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _scan_segment(self, segment: _Segment, queries: Tensor) -> Tensor:
+        if segment.decoded is None and self._decoded_bytes(segment) <= DECODED_LIMIT:
+            values = [segment.plane_values(plane) for plane in range(self._planes)]
+            segment.decoded = torch.stack(values, dim=-3).flatten(-3, -2)  # […, P·D, tokens]
+        if segment.decoded is not None:
+            flat = queries.transpose(-3, -2).flatten(-2)  # [R, H, G, P·D]
+            return _batched_scores(flat, segment.decoded)
+        scores: Tensor | float = 0.0
+        for plane in range(self._planes):
+            scores = scores + _batched_scores(queries[:, :, plane], segment.plane_values(plane))
+        return torch.as_tensor(scores)
+
+    def _decoded_bytes(self, segment: _Segment) -> int:
+        heads = 1
+        for size in self._lead:
+            heads *= size
+        return heads * self._channels * self._planes * segment.blocks * BLOCK * 4
+
+
+def _batched_scores(queries: Tensor, values: Tensor) -> Tensor:
+    """``[R, H, G, C] × […, H, C, n] → [R, H, G, n]``; a store that all branches share is read once for all of them."""
+    if values.dim() == 4:
+        return queries @ values
+    rows, heads, group, channels = queries.shape
+    folded = queries.transpose(0, 1).reshape(heads, rows * group, channels) @ values
+    return folded.unflatten(1, (rows, group)).transpose(0, 1)

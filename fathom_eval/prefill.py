@@ -1,0 +1,150 @@
+"""One dense, chunked prefill of a sample: the prefix that every branch reads and none writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fathom_eval.attention import IMPLEMENTATION
+from fathom_eval.calibration import KeyStatistics, QueryStatistics
+from fathom_eval.compat import cache_argument
+from fathom_eval.errors import UserError
+from fathom_eval.stores import Store, StoreSpec
+
+if TYPE_CHECKING:
+    from fathom_eval.models import LoadedModel
+
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class PrefixLayer:
+    """One layer of a prefix.
+
+    Attributes:
+        keys, values: As the attention sees them, ``[H, n, D]``.
+        query_statistics: Moments of the prefill's queries.
+    """
+
+    keys: Tensor
+    values: Tensor
+    query_statistics: QueryStatistics
+    _stores: dict[tuple[StoreSpec, int], Store] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def key_statistics(self) -> KeyStatistics:
+        """Moments of this prefix's own keys ("session" statistics)."""
+        return KeyStatistics(self.keys)
+
+    @cached_property
+    def value_sum(self) -> Tensor:
+        """fp32 ``[H, D]``."""
+        return self.values.float().sum(-2)
+
+    def store(self, spec: StoreSpec, tokens: int) -> Store:
+        """The store of the first ``tokens`` keys, built once and shared."""
+        if (spec, tokens) not in self._stores:
+            self._stores[spec, tokens] = spec.build(self, tokens)
+        return self._stores[spec, tokens]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The K/V of a prompt without its last token, which is every branch's first step.
+
+    Attributes:
+        token_ids: The whole prompt, ``n + 1`` ids.
+        layers: One :class:`PrefixLayer` a layer of the model.
+    """
+
+    token_ids: tuple[int, ...]
+    layers: tuple[PrefixLayer, ...]
+
+    @property
+    def tokens(self) -> int:
+        """n, the tokens that are in the cache."""
+        return len(self.token_ids) - 1
+
+    @property
+    def bytes(self) -> int:
+        """Size of the K/V."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
+
+    def checksum(self) -> str:
+        """sha256 of all K/V: equal before and after the branches, since none may write."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values):
+                digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+class _QueryObserver:
+    def __init__(self, layers: int) -> None:
+        self.statistics = [QueryStatistics() for _ in range(layers)]
+
+    def observe(self, layer: int, query: Tensor) -> None:
+        self.statistics[layer].add(query)
+
+
+@torch.inference_mode()
+def prefill(
+    loaded: LoadedModel, token_ids: Sequence[int], *, chunk: int = CHUNK, progress: Callable[[int], None] | None = None
+) -> Prefix:
+    """Run the model densely over a prompt and keep its K/V.
+
+    Args:
+        token_ids: The prompt, at least three tokens, the last of which is left to the branches.
+        chunk: Tokens of one forward pass; memory for activations and masks is bounded by it.
+        progress: Called with the tokens done so far after every chunk.
+
+    Raises:
+        UserError: The prompt is too short or longer than the model's positions.
+    """
+    facts, model = loaded.facts, loaded.model
+    tokens = len(token_ids) - 1
+    if tokens < 2:
+        raise UserError(f"a prompt of {len(token_ids)} tokens is too short: at least 3 are needed")
+    if len(token_ids) > facts.max_positions:
+        raise UserError(f"the prompt has {len(token_ids)} tokens, but {facts.name} holds {facts.max_positions}")
+    use_attention(loaded)
+    observer = _QueryObserver(facts.layers)
+    cache = DynamicCache()
+    ids = torch.tensor([list(token_ids[:-1])], device=model.device)
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        model(
+            input_ids=ids[:, start:stop],
+            position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
+            use_cache=True,
+            logits_to_keep=1,
+            observer=observer,
+            **{cache_argument(model): cache},
+        )
+        if progress is not None:
+            progress(stop)
+    if observer.statistics[0].count == 0:
+        raise UserError(f"{facts.name} does not use transformers' attention interface, so no method can run in it")
+    layers = tuple(
+        PrefixLayer(layer.keys[0], layer.values[0], statistics)
+        for layer, statistics in zip(cache.layers, observer.statistics, strict=True)
+    )
+    for number, layer in enumerate(layers):
+        finite = torch.isfinite(layer.keys).all(-1).all(-1)
+        if not finite.all():
+            heads = ", ".join(str(head) for head in (~finite).nonzero().flatten().tolist())
+            raise UserError(f"the prefill gave keys that are not finite in layer {number}, KV head {heads}")
+    return Prefix(tuple(token_ids), layers)
+
+
+def use_attention(loaded: LoadedModel) -> None:
+    """Switch the model to this package's attention implementation."""
+    if loaded.model.config._attn_implementation != IMPLEMENTATION:
+        loaded.model.set_attn_implementation(IMPLEMENTATION)

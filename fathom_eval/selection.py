@@ -1,0 +1,135 @@
+"""The selection protocol: which keys a query attends to, given a scan's scores (paper §2, "one protocol")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fathom_eval.errors import UserError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How scores become a selected set. The defaults are the paper's protocol; the rest is what published systems need.
+
+    Attributes:
+        sink: First tokens, always kept.
+        local: Last tokens, the current one included, always kept.
+        share: Select per query head, or share one set in a group by the sum or the maximum of the heads' scores.
+        dense_layers: Layers that attend to everything.
+        reallocate: Give the softmax mass of the unselected keys to the running mean value (SparQ).
+        rerank: Fetch the keys of ``rerank`` times as many candidates, rescore them exactly and keep the best; 1 is off.
+        attend: Each head attends to its own set, or to the union of its group's sets (the same rows are fetched).
+        keep_tail: Always keep the tokens whose block is not sealed yet. They are scored exactly and so have an advantage over
+            keys seen through a truncated scan; this takes them out of the contest.
+    """
+
+    sink: int = 4
+    local: int = 32
+    share: Literal["head", "group_sum", "group_max"] = "head"
+    dense_layers: tuple[int, ...] = ()
+    reallocate: bool = False
+    rerank: float = 1.0
+    attend: Literal["own", "union"] = "own"
+    keep_tail: bool = False
+
+    def check(self, k: int, label: str) -> None:
+        """Raise :class:`UserError` for a k or switches that cannot work."""
+        if self.sink < 0 or self.local < 1:
+            raise UserError(f"{label}: sink must be at least 0 and local at least 1 (the current token)")
+        if self.rerank < 1:
+            raise UserError(f"{label}: rerank={self.rerank} must be at least 1 (1 turns it off)")
+        # With keep_tail up to 63 unsealed tokens are kept beside the local window.
+        least = self.sink + self.local + (63 if self.keep_tail else 0)
+        if k <= least:
+            what = "sink + local" + (" + the unsealed tail" if self.keep_tail else "")
+            raise UserError(f"{label}: k={k} leaves nothing to select; it must be above {what} = {least}")
+
+
+def top_indices(scores: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest scores of the last dimension; of equal scores the lower index is taken first.
+
+    ``torch.topk`` leaves the choice among equal scores open, so a tie at the boundary is settled here.
+
+    Args:
+        scores: ``[…, N]`` with N ≥ count.
+
+    Returns:
+        int64 ``[…, count]``, in no particular order.
+    """
+    if count == scores.shape[-1]:
+        return torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
+    values, indices = scores.topk(count + 1, dim=-1)
+    tied = values[..., -1:] == values[..., -2:-1]
+    if not tied.any():
+        return indices[..., :count]
+    threshold = values[..., -2:-1]
+    above, level = scores > threshold, scores == threshold
+    wanted = count - above.sum(-1, keepdim=True)
+    kept = above | (level & (level.cumsum(-1) <= wanted))
+    return kept.nonzero()[:, -1].view(*scores.shape[:-1], count)
+
+
+def select(scores: Tensor, k: int, policy: Policy, *, sealed: int) -> Tensor:
+    """The selected set of every query head before reranking: sink, local window and the best of the rest.
+
+    Args:
+        scores: fp32 ``[R, H, G, N]`` for all N tokens up to the current one.
+        k: Size of the set, above ``policy.sink + policy.local``.
+        sealed: Tokens in sealed blocks (only ``keep_tail`` needs it).
+
+    Returns:
+        int64 ``[R, H, G, min(k, N)]`` (more with ``rerank``: ``k - kept`` candidates grow by that factor). The always-kept tokens
+        stand last.
+    """
+    tokens = scores.shape[-1]
+    if k >= tokens:
+        return torch.arange(tokens, device=scores.device).expand(*scores.shape[:-1], tokens)
+    start, stop = candidate_range(tokens, policy, sealed)
+    if policy.share != "head":
+        shared = scores.sum(-2, keepdim=True) if policy.share == "group_sum" else scores.amax(-2, keepdim=True)
+        scores = shared.expand_as(scores)
+    best = top_indices(scores[..., start:stop], candidate_count(tokens, k, policy, sealed)) + start
+    kept = torch.cat([torch.arange(start, device=scores.device), torch.arange(stop, tokens, device=scores.device)])
+    return torch.cat([best, kept.expand(*best.shape[:-1], -1)], dim=-1)
+
+
+def candidate_range(tokens: int, policy: Policy, sealed: int) -> tuple[int, int]:
+    """The tokens that compete for selection: ``[start, stop)``."""
+    stop = tokens - policy.local
+    if policy.keep_tail:
+        stop = min(stop, sealed)
+    start = min(policy.sink, max(stop, 0))
+    return start, max(stop, start)
+
+
+def candidate_count(tokens: int, k: int, policy: Policy, sealed: int) -> int:
+    """Candidates that :func:`select` returns: k less the always-kept tokens, times the rerank factor."""
+    start, stop = candidate_range(tokens, policy, sealed)
+    free = k - (tokens - (stop - start))
+    return min(stop - start, int(free * policy.rerank))
+
+
+def union_of_group(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct indices of each group's sets, for every head of the group.
+
+    Args:
+        indices: int64 ``[R, H, G, k]``.
+
+    Returns:
+        Indices ``[R, H, G, G·k]`` and a mask of the same shape that is False on repetitions.
+    """
+    rows, heads, group, k = indices.shape
+    pooled = indices.reshape(rows, heads, 1, group * k).sort(-1).values
+    fresh = torch.ones_like(pooled, dtype=torch.bool)
+    fresh[..., 1:] = pooled[..., 1:] != pooled[..., :-1]
+    return pooled.expand(-1, -1, group, -1), fresh.expand(-1, -1, group, -1)
+
+
+def distinct_rows(indices: Tensor, tokens: int) -> Tensor:
+    """How many distinct K/V rows a group's selected sets need, int64 ``[R, H]`` (k∪ of paper Eq. 1)."""
+    seen = torch.zeros(*indices.shape[:2], tokens, dtype=torch.bool, device=indices.device)
+    return seen.scatter_(-1, indices.flatten(-2), True).sum(-1)

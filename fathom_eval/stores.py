@@ -1,0 +1,134 @@
+"""Key stores: what a scan reads. A store is built once per prefix and shared by every method that reads it.
+
+Shapes: R branches, H KV heads, G query heads a KV head, D channels. A store's keys are ``[H, n, D]`` when it is shared by all
+branches and ``[R, H, n, D]`` when it holds the blocks that each branch sealed itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fathom_eval.reads import Reads
+
+if TYPE_CHECKING:
+    from fathom_eval.prefill import PrefixLayer
+
+
+class Store(ABC):
+    """Sealed keys in the form that a scan reads. Grows by whole blocks of 64 tokens."""
+
+    tokens: int = 0
+
+    @abstractmethod
+    def append(self, keys: Tensor) -> None:
+        """Seal keys ``[…, 64·b, D]``. Nothing that was sealed before changes."""
+
+    @abstractmethod
+    def empty(self, rows: int) -> Store:
+        """A store of the same kind and basis with no tokens, whose keys are ``[rows, H, n, D]``."""
+
+    def project(self, query: Tensor) -> Tensor:
+        """The query in the store's basis, ``[R, H, G, D]``; a method plans its read on this."""
+        return query
+
+    @abstractmethod
+    def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
+        """Approximate q·k of every sealed key.
+
+        Every store approximates q·k itself: a centred store adds q·μ back. A key therefore scores alike, up to quantisation,
+        before its block is sealed (exactly) and after.
+
+        Args:
+            query: ``[R, H, G, D]``, unscaled.
+            projected: The same queries from :meth:`project`.
+            plan: The read plan of each branch, ``[R, H, D]`` depths for stores that have depths, otherwise None.
+
+        Returns:
+            Scores fp32 ``[R, H, G, tokens]`` and what was read.
+        """
+
+    def coverage(self, projected: Tensor, plan: Tensor | None) -> Tensor:
+        """The share ‖q̂‖₁/‖q‖₁ of the query's mass on the channels that are read, ``[R, H, G]`` (SparQ's temperature)."""
+        return torch.ones(projected.shape[:-1], device=projected.device)
+
+
+@dataclass(frozen=True)
+class StoreSpec(ABC):
+    """Names a store. Equal specs share one store."""
+
+    @abstractmethod
+    def build(self, layer: PrefixLayer, tokens: int) -> Store:
+        """The store of the layer's first ``tokens`` keys."""
+
+
+@dataclass(frozen=True)
+class ExactSpec(StoreSpec):
+    """The model's own keys, scored in fp32: the oracle's store."""
+
+    def build(self, layer: PrefixLayer, tokens: int) -> Store:
+        return ExactStore(layer.keys[:, :tokens])
+
+
+class ExactStore(Store):
+    """Keys as they are. A control, so its reads are not counted as a scan."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys = keys
+        self.tokens = keys.shape[-2]
+
+    def append(self, keys: Tensor) -> None:
+        self._keys = torch.cat([self._keys, keys], dim=-2)
+        self.tokens = self._keys.shape[-2]
+
+    def empty(self, rows: int) -> Store:
+        return ExactStore(self._keys.new_empty(rows, self._keys.shape[-3], 0, self._keys.shape[-1]))
+
+    def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
+        scores = query.float() @ self._keys.float().transpose(-1, -2)
+        return scores, Reads.none(query.shape[0], query.shape[1], query.device)
+
+
+@dataclass(frozen=True)
+class LandmarkSpec(StoreSpec):
+    """Mean keys of short runs of tokens in fp16 (the paper's ShadowKV-style block landmark).
+
+    Attributes:
+        size: Tokens a landmark; divides 64.
+    """
+
+    size: int = 8
+
+    def build(self, layer: PrefixLayer, tokens: int) -> Store:
+        store = LandmarkStore(layer.keys[:, :0], self.size)
+        store.append(layer.keys[:, :tokens])
+        return store
+
+
+class LandmarkStore(Store):
+    """One fp16 mean key for every ``size`` tokens; each token scores as its landmark does."""
+
+    def __init__(self, keys: Tensor, size: int) -> None:
+        self._size = size
+        self._landmarks = keys.to(torch.float16)
+
+    def append(self, keys: Tensor) -> None:
+        means = keys.float().unflatten(-2, (-1, self._size)).mean(-2).to(torch.float16)
+        self._landmarks = torch.cat([self._landmarks, means], dim=-2)
+        self.tokens = self._landmarks.shape[-2] * self._size
+
+    def empty(self, rows: int) -> Store:
+        heads, channels = self._landmarks.shape[-3], self._landmarks.shape[-1]
+        return LandmarkStore(self._landmarks.new_empty(rows, heads, 0, channels), self._size)
+
+    def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
+        scores = query.float() @ self._landmarks.float().transpose(-1, -2)
+        rows, heads, _, channels = query.shape
+        zero = torch.zeros(rows, heads, dtype=torch.int64, device=query.device)
+        entries = self._landmarks.shape[-2] * channels
+        reads = Reads(zero, zero, zero + 16 * entries, zero + channels, self.tokens)
+        return scores.repeat_interleave(self._size, dim=-1), reads

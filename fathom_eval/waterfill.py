@@ -1,0 +1,58 @@
+"""How many bits of each channel a query reads: importance and the water line (paper §3.3, Eq. 3–4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def channel_importance(query: Tensor, variance: Tensor) -> Tensor:
+    """Each channel's contribution to the variance of the scores, summed over the query heads of a group (Eq. 3).
+
+    Args:
+        query: ``[..., G, D]`` in the store's basis.
+        variance: The keys' variance in that basis, ``[..., D]``.
+
+    Returns:
+        fp32 ``[..., D]``.
+    """
+    return query.float().square().sum(-2) * variance
+
+
+def read_depths(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
+    """Spend ``budget`` bits a key on the channels by reverse water-filling (Eq. 4).
+
+    Eq. 4 gives channel j depth ``clip(round(log4(g_j / theta)), 0, max_depth)`` with the smallest theta whose depths fit the
+    budget. A channel takes its d-th plane as soon as theta falls below ``g_j * 4^-(d - 1/2)``, so the smallest theta that fits
+    lies between the budget-th and the next of these thresholds, and the depths are how many of a channel's thresholds are among
+    the ``budget`` largest: one sort instead of a bisection. Tied importances, where no theta spends the whole budget, are filled
+    lower channel first. An all-zero importance therefore fills channel 0 first.
+
+    Args:
+        importance: Non-negative ``[..., D]``.
+        budget: Code bits a key; what exceeds ``D * max_depth`` is not spent.
+
+    Returns:
+        int64 ``[..., D]`` with sum ``min(budget, D * max_depth)``.
+    """
+    channels = importance.shape[-1]
+    thresholds = _plane_thresholds(importance, max_depth).flatten(-2)
+    order = thresholds.sort(dim=-1, descending=True, stable=True).indices
+    taken = order[..., : min(budget, channels * max_depth)] // max_depth
+    depths = torch.zeros_like(importance, dtype=torch.int64)
+    return depths.scatter_add_(-1, taken, torch.ones_like(taken))
+
+
+def water_line(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
+    """The smallest theta of Eq. 4 whose depths fit the budget, ``[...]``; 0 where every plane fits."""
+    channels = importance.shape[-1]
+    if budget >= channels * max_depth:
+        return torch.zeros_like(importance[..., 0], dtype=torch.float32)
+    thresholds = _plane_thresholds(importance, max_depth).flatten(-2)
+    return thresholds.sort(dim=-1, descending=True).values[..., budget]
+
+
+def _plane_thresholds(importance: Tensor, max_depth: int) -> Tensor:
+    """The theta below which each channel takes its 1st, 2nd, … plane, ``[..., D, max_depth]``."""
+    steps = torch.arange(max_depth, device=importance.device, dtype=torch.float32)
+    return importance.float().unsqueeze(-1) * torch.pow(4.0, -(steps + 0.5))
