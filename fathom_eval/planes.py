@@ -66,7 +66,8 @@ class _Segment:
         """
         bits = unpack_plane(self.planes[..., plane, : self.blocks])
         step = self.scales[..., : self.blocks].float() * 2.0 ** -(plane + 1)
-        return (bits * 2 - 1) * step.repeat_interleave(BLOCK, dim=-1)
+        signs = bits.unflatten(-1, (-1, BLOCK)).float() * 2 - 1
+        return (signs * step.unsqueeze(-1)).flatten(-2)
 
 
 class PlaneStore(Store):

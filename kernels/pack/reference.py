@@ -68,15 +68,18 @@ def pack_planes(codes: Tensor, planes: int = 4) -> Tensor:
     Returns:
         int64 ``[..., D, planes, n / 64]``: one plane of one channel is contiguous over the sequence.
     """
-    *lead, tokens = codes.shape
-    words = codes.reshape(*lead, 1, tokens // BLOCK, BLOCK).to(torch.int64)
-    shifts = torch.arange(planes - 1, -1, -1, device=codes.device).view(-1, 1, 1)
-    bits = (words >> shifts) & 1
-    # The sum wraps into the sign bit for token 63, which is that bit's place in a 64-bit word.
-    return (bits << torch.arange(BLOCK, device=codes.device)).sum(-1)
+    shifts = torch.arange(planes - 1, -1, -1, device=codes.device, dtype=torch.uint8).view(-1, 1)
+    bits = (codes.unsqueeze(-2) >> shifts) & 1
+    # Bytes first: eight times less to move than one 64-bit integer a bit. A word's first byte is its lowest (little-endian).
+    octets = (bits.unflatten(-1, (-1, 8)) << _bit_numbers(codes.device)).sum(-1, dtype=torch.uint8)
+    return octets.view(torch.int64)
 
 
 def unpack_plane(words: Tensor) -> Tensor:
-    """The bits of plane words ``[..., blocks]`` as int64 zeros and ones ``[..., blocks * 64]``."""
-    bits = (words.unsqueeze(-1) >> torch.arange(BLOCK, device=words.device)) & 1
-    return bits.flatten(-2)
+    """The bits of plane words ``[..., blocks]`` as uint8 zeros and ones ``[..., blocks * 64]``."""
+    octets = words.contiguous().view(torch.uint8)
+    return ((octets.unsqueeze(-1) >> _bit_numbers(words.device)) & 1).flatten(-2)
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    return torch.arange(8, device=device, dtype=torch.uint8)

@@ -23,7 +23,7 @@ def prefix_values(planes: Tensor, scales: Tensor, depths: Tensor) -> Tensor:
         fp32 ``[..., D, blocks * 64]``.
     """
     total = planes.shape[-2]
-    bits = unpack_plane(planes)
+    bits = unpack_plane(planes).long()
     codes = (bits << torch.arange(total - 1, -1, -1, device=planes.device).unsqueeze(-1)).sum(-2)
     t = depths.unsqueeze(-1).to(torch.int64)
     half = torch.pow(2.0, (t - 1).float())

@@ -93,7 +93,7 @@ def test_packing_round_trips(planes: int) -> None:
     codes = torch.randint(0, 2**planes, (2, 3, 192), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     words = pack_planes(codes, planes)
     assert words.shape == (2, 3, planes, 3)
-    back = sum(unpack_plane(words[..., p, :]) << (planes - 1 - p) for p in range(planes))
+    back = sum(unpack_plane(words[..., p, :]).long() << (planes - 1 - p) for p in range(planes))
     assert torch.equal(torch.as_tensor(back), codes.long())
 
 

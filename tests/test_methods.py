@@ -1,0 +1,375 @@
+"""One matrix for every registered method: what any of them must get right, whatever it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from fathom_eval.branches import Branch, BranchBatch
+from fathom_eval.calibration import QueryStatistics
+from fathom_eval.decode import decode
+from fathom_eval.errors import UserError
+from fathom_eval.methods import PAPER, MethodSpec, parse_method, parse_methods, registry
+from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.planes import PlaneSpec, PlaneStore
+from fathom_eval.prefill import Prefix, PrefixLayer, prefill
+from fathom_eval.selection import Policy
+from tests.tiny import tiny_model
+
+SCANS = tuple(text for text in PAPER if not parse_method(text).method.control)
+# GQA groups 1, 3, 4, 7; head_dim 64, 96, 128, 256; lengths that are not whole blocks.
+SHAPES = ((1, 64, 300), (3, 96, 257), (4, 128, 450), (7, 256, 200))
+
+
+def facts_of(group: int, head_dim: int, dtype: str = "float32") -> ModelFacts:
+    return ModelFacts("tiny", "llama", 1, 2 * group, 2, head_dim, False, 10**6, (0,), dtype, "cpu", "m", "t")
+
+
+@functools.cache
+def layer_prefix(group: int, head_dim: int, tokens: int, dtype: torch.dtype) -> Prefix:
+    """One layer of keys with unequal channels and an offset, as real keys have."""
+    generator = torch.Generator().manual_seed(head_dim + tokens)
+    spread = torch.logspace(0.5, -1.5, head_dim)[torch.randperm(head_dim, generator=generator)]
+    keys = (torch.randn(2, tokens, head_dim, generator=generator) + torch.randn(2, 1, head_dim, generator=generator)) * spread
+    values = torch.randn(2, tokens, head_dim, generator=generator)
+    statistics = QueryStatistics()
+    statistics.add(torch.randn(2, group, tokens, head_dim, generator=generator))
+    return Prefix(tuple(range(tokens + 1)), (PrefixLayer(keys.to(dtype), values.to(dtype), statistics),))
+
+
+def step(group: int, head_dim: int, rows: int, dtype: torch.dtype, tail: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    query = torch.randn(rows, 2, group, head_dim, generator=generator)
+    own = torch.randn(2, rows, 2, tail, head_dim, generator=generator)
+    return query.to(dtype), own[0].to(dtype), own[1].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim", "tokens"), SHAPES)
+@pytest.mark.parametrize("text", SCANS)
+def test_counted_bits_equal_the_declared_and_the_output_is_attention_over_k_tokens(
+    text: str, group: int, head_dim: int, tokens: int, dtype: torch.dtype
+) -> None:
+    spec, facts = parse_method(text), facts_of(group, head_dim)
+    prefix = layer_prefix(group, head_dim, tokens, dtype)
+    before = prefix.checksum()
+    batch = BranchBatch(prefix, [Branch(spec, 60), Branch(spec, 90)], facts)
+    query, keys, values = step(group, head_dim, 2, dtype)
+    output = batch.attend(0, query, keys, values, head_dim**-0.5)
+    assert output.shape == query.shape
+    assert torch.isfinite(output).all()
+    assert batch.fired.tolist() == [1, 1]
+    sealed = (tokens + 1 - 32) // 64 * 64
+    assert batch.scan_tokens.tolist() == [2 * sealed, 2 * sealed]
+    torch.testing.assert_close(batch.scan_bits.double(), batch.declared_bits, rtol=0, atol=0)
+    assert (batch.scan_bits > 0).all()
+    assert (batch.rows >= 2 * torch.tensor([60, 90])).all()
+    assert (batch.rows <= 2 * group * torch.tensor([60, 90])).all()
+    assert prefix.checksum() == before
+
+
+@pytest.mark.parametrize(("group", "head_dim", "tokens"), SHAPES)
+@pytest.mark.parametrize("text", [*SCANS, "exact"])
+def test_k_of_all_tokens_is_dense_attention(text: str, group: int, head_dim: int, tokens: int) -> None:
+    spec, facts = parse_method(text), facts_of(group, head_dim)
+    assert spec.method.ranks_all
+    prefix = layer_prefix(group, head_dim, tokens, torch.float32)
+    batch = BranchBatch(prefix, [Branch(parse_method("dense"), None), Branch(spec, tokens + 1), Branch(spec, 10**6)], facts)
+    query, keys, values = step(group, head_dim, 1, torch.float32)
+    output = batch.attend(0, *(part.expand(3, *part.shape[1:]) for part in (query, keys, values)), head_dim**-0.5)
+    torch.testing.assert_close(output[1], output[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output[2], output[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", [text for text in SCANS if "landmark" not in text])
+def test_nothing_that_is_not_counted_can_reach_a_score(text: str) -> None:
+    """Flip every bit that the plan does not read, and every scale of a channel that it skips: the scores stay."""
+    spec, facts = parse_method(text), facts_of(3, 64)
+    layer = layer_prefix(3, 64, 300, torch.float32).layers[0]
+    store_spec = spec.method.store(facts)
+    assert isinstance(store_spec, PlaneSpec)
+    clean, spoiled = store_spec.build(layer, 256), store_spec.build(layer, 256)
+    assert isinstance(clean, PlaneStore)
+    assert isinstance(spoiled, PlaneStore)
+    query = step(3, 64, 1, torch.float32)[0]
+    projected = clean.project(query)
+    plan = spec.method.plan(projected, spec.method.index(layer, facts))
+    assert plan is not None
+    for segment in spoiled.segments:
+        unread = plan[0].unsqueeze(-1) <= torch.arange(4)
+        segment.planes[unread] = ~segment.planes[unread]
+        segment.scales[plan[0] == 0] = 1e4
+    expected, reads = clean.scan(query, projected, plan)
+    found, _ = spoiled.scan(query, projected, plan)
+    assert torch.equal(found, expected)
+    assert reads.code_bits.tolist() == (plan.sum(-1) * 256).tolist()
+    assert reads.scale_bits.tolist() == ((plan > 0).sum(-1) * 4 * 16).tolist()
+
+
+@pytest.mark.parametrize("text", ["full", "fathom:budget=512:basis=klt", "fathom:budget=512:basis=raw", "loki:r=D", "landmark:size=1", "exact"])
+def test_a_key_scores_alike_before_and_after_its_block_is_sealed(text: str) -> None:
+    """At full depth the scores of a block differ from the exact ones only by quantisation, in shared and in a branch's own blocks."""
+    spec, facts = parse_method(text), facts_of(3, 64)
+    layer = layer_prefix(3, 64, 300, torch.float32).layers[0]
+    store_spec = spec.method.store(facts)
+    assert store_spec is not None
+    shared = store_spec.build(layer, 192)
+    own = shared.empty(2)
+    own.append(layer.keys[:, 192:256].expand(2, -1, -1, -1))
+    query = step(3, 64, 2, torch.float32)[0]
+    projected = shared.project(query)
+    plan = spec.method.plan(projected, spec.method.index(layer, facts))
+    exact = query @ layer.keys[:, :256].transpose(-1, -2)
+    found = torch.cat([store.scan(query, projected, plan)[0] for store in (shared, own)], dim=-1)
+    # Half a cell of every channel is the most that a code can be off.
+    bound = query.abs() @ (layer.keys.abs().amax(1) / 8).unsqueeze(-1) * (1.5 if "klt" in text or "loki" in text else 1.0)
+    assert ((found - exact).abs() <= bound + 1e-3).all()
+    for part in ((found - exact)[..., :192], (found - exact)[..., 192:]):
+        assert part.abs().mean() < 0.12 * exact.abs().mean()
+        assert part.mean().abs() < 0.02 * exact.abs().mean()  # no offset between sealed and unsealed keys
+
+
+@pytest.mark.parametrize("text", SCANS)
+def test_sealing_in_a_branch_changes_nothing_but_quantisation(text: str) -> None:
+    """A prefix that holds a block and a branch that seals it itself scan the same keys with the same number of bits a token."""
+    spec, facts = parse_method(text), facts_of(4, 128)
+    layer = layer_prefix(4, 128, 450, torch.float32).layers[0]
+    short = Prefix(tuple(range(301)), (PrefixLayer(layer.keys[:, :300], layer.values[:, :300], layer.query_statistics),))
+    batch = BranchBatch(short, [Branch(spec, 100)], facts)
+    query = step(4, 128, 1, torch.float32)[0]
+    keys, values = layer.keys[None, :, 300:400], layer.values[None, :, 300:400]
+    batch.attend(0, query, keys, values, 0.1)
+    # 400 tokens less the local window are five whole blocks, of which the prefix had sealed four.
+    assert batch.scan_tokens.item() == 2 * 320
+    assert batch.scan_bits.double().item() == batch.declared_bits.item()
+
+
+def test_full_four_bit_scan_nearly_selects_what_the_oracle_does() -> None:
+    """What the matrix above cannot see: that a scan at full depth ranks by the keys, and not by something else."""
+    prefix, facts = layer_prefix(4, 128, 450, torch.float32), facts_of(4, 128)
+    query, keys, values = step(4, 128, 1, torch.float32)
+    branches = [Branch(parse_method(text), 90) for text in ("exact", "full", "fathom:budget=512:basis=klt", "thumbnail:depth=1")]
+    output = BranchBatch(prefix, branches, facts).attend(0, *(part.expand(4, -1, -1, -1) for part in (query, keys, values)), 128**-0.5)
+    errors = (output[1:] - output[0]).norm(dim=-1).mean((-1, -2)) / output[0].norm(dim=-1).mean()
+    assert errors[0] < 0.2
+    assert errors[1] < 0.2
+    assert errors[2] > errors[0]
+
+
+def test_fathom_at_equal_bits_is_nearer_to_the_oracle_than_fixed_depths() -> None:
+    prefix, facts = layer_prefix(4, 128, 450, torch.float32), facts_of(4, 128)
+    query, keys, values = step(4, 128, 1, torch.float32)
+    branches = [Branch(parse_method(text), 90) for text in ("exact", "fathom:budget=64:basis=raw", "sparq:r=16")]
+    output = BranchBatch(prefix, branches, facts).attend(0, *(part.expand(3, -1, -1, -1) for part in (query, keys, values)), 128**-0.5)
+    errors = (output[1:] - output[0]).norm(dim=-1).mean((-1, -2))
+    assert errors[0] < errors[1]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return tiny_model("qwen3", layers=3, query_heads=6, kv_heads=2, head_dim=16)
+
+
+def prompt(tiny: LoadedModel, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(2, len(tiny.tokenizer), (tokens,), generator=generator).tolist()
+
+
+def generate(tiny: LoadedModel, ids: list[int], new_tokens: int) -> list[int]:
+    """transformers' own greedy generation."""
+    tiny.model.set_attn_implementation("sdpa")
+    inputs = torch.tensor([ids])
+    output = tiny.model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=list(tiny.facts.eos_token_ids),
+        pad_token_id=0,
+    )
+    return list(output[0, len(ids) :].tolist())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("chunk", [2048, 37])
+def test_dense_branch_equals_generate(family: str, chunk: int) -> None:
+    tiny = tiny_model(family, layers=3, query_heads=6, kv_heads=2, head_dim=16, seed=1)
+    for tokens in (3, 64, 250):
+        ids = prompt(tiny, tokens)
+        [dense] = decode(tiny, prefill(tiny, ids, chunk=chunk), [Branch(parse_method("dense"), None)], 40)
+        assert list(dense.token_ids) == generate(tiny, ids, 40)
+
+
+def test_every_method_alone_generates_what_it_does_in_lock_step(tiny: LoadedModel) -> None:
+    """100 new tokens, so that blocks are sealed on the way; the prefix is the same before and after."""
+    prefix = prefill(tiny, prompt(tiny, 230))
+    before = prefix.checksum()
+    branches = [Branch(spec, k) for spec in parse_methods("paper,sparq:reallocate=true,full:attend=union") for k in (60, 90)]
+    together = decode(tiny, prefix, branches, 100)
+    for branch, result in zip(branches, together, strict=True):
+        [alone] = decode(tiny, prefix, [branch], 100)
+        assert alone.token_ids == result.token_ids, branch.spec.label
+        assert alone.bits == result.bits
+        assert alone.finish == result.finish
+        assert result.fired == result.steps * 3
+    assert prefix.checksum() == before
+    assert len({result.token_ids for result in together}) > 5
+
+
+def test_k_of_all_tokens_generates_what_dense_does(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 230))
+    branches = [Branch(spec, None if spec.method.name == "dense" else 1000) for spec in parse_methods("paper")]
+    results = decode(tiny, prefix, branches, 60)
+    assert {result.token_ids for result in results} == {results[0].token_ids}
+
+
+@pytest.mark.parametrize("switch", ["share=group_sum", "share=group_max", "reallocate=true", "rerank=2", "attend=union", "keep_tail=true", "dense_layers=0+2"])
+def test_every_switch_changes_what_is_computed_and_runs_with_any_method(tiny: LoadedModel, switch: str) -> None:
+    """A switch that does nothing, without a word, is a known trap."""
+    prefix = prefill(tiny, prompt(tiny, 300))
+    plain = [Branch(parse_method(text), 110) for text in ("sparq", "landmark")]
+    switched = [Branch(parse_method(f"{text}:{switch}"), 110) for text in ("sparq", "landmark")]
+    query, keys, values = (part.expand(4, -1, -1, -1) for part in step(3, 16, 1, torch.float32, tail=10))
+    output = BranchBatch(prefix, plain + switched, tiny.facts).attend(0, query, keys, values, 0.25)
+    assert not torch.allclose(output[:2], output[2:])
+    for result in decode(tiny, prefix, switched, 4):
+        assert result.finish in ("length", "eos")
+
+
+def test_rerank_with_enough_candidates_is_the_oracle(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 300))
+    branches = [Branch(parse_method(text), 60) for text in ("exact", "sparq:r=1:rerank=100", "sparq:r=1:rerank=2", "sparq:r=1")]
+    query, keys, values = (part.expand(4, -1, -1, -1) for part in step(3, 16, 1, torch.float32))
+    batch = BranchBatch(prefix, branches, tiny.facts)
+    output = batch.attend(0, query, keys, values, 0.25)
+    torch.testing.assert_close(output[1], output[0])
+    errors = (output - output[0]).norm(dim=-1).mean((-1, -2))
+    assert errors[2] < errors[3]
+    assert batch.candidates[0] == batch.candidates[3] == 0
+    assert 0 < batch.candidates[2] < batch.candidates[1]
+
+
+def test_reallocation_gives_the_unselected_mass_to_the_mean_value(tiny: LoadedModel) -> None:
+    """With full depth SparQ's temperature is sqrt(D), so the mass is the true one and the mixture can be written down."""
+    prefix = prefill(tiny, prompt(tiny, 300))
+    branches = [Branch(parse_method(text), 60) for text in ("exact", "exact:reallocate=true")]
+    query, keys, values = (part.expand(2, -1, -1, -1) for part in step(3, 16, 1, torch.float32))
+    output = BranchBatch(prefix, branches, tiny.facts).attend(0, query, keys, values, 16**-0.5)
+    all_keys = torch.cat([prefix.layers[0].keys, keys[0]], dim=1)
+    all_values = torch.cat([prefix.layers[0].values, values[0]], dim=1)
+    weights = (query[0] @ all_keys.transpose(-1, -2) / 4).softmax(-1)
+    inside = torch.zeros_like(weights, dtype=torch.bool)
+    inside[..., :4] = inside[..., -32:] = True
+    best = (query[0] @ all_keys.transpose(-1, -2))[..., 4:-32].topk(24).indices + 4
+    inside.scatter_(-1, best, True)
+    alpha = (weights * inside).sum(-1, keepdim=True)
+    expected = alpha * output[0] + (1 - alpha) * all_values.mean(1).unsqueeze(1)
+    torch.testing.assert_close(output[1], expected)
+
+
+def test_end_tokens_stop_a_branch_and_are_kept(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 100))
+    [free] = decode(tiny, prefix, [Branch(parse_method("dense"), None)], 10)
+    stop = free.token_ids[4]
+    stopping = LoadedModel(tiny.model, tiny.tokenizer, dataclasses.replace(tiny.facts, eos_token_ids=(1, stop)))
+    [result] = decode(stopping, prefix, [Branch(parse_method("dense"), None)], 10)
+    assert result.finish == "eos"
+    assert result.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert result.steps == len(result.token_ids)
+
+
+def test_generation_beyond_the_models_positions_is_refused(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 100))
+    with pytest.raises(UserError, match="100 prompt tokens and 3997 to generate exceed the 4096"):
+        decode(tiny, prefix, [Branch(parse_method("dense"), None)], 3997)
+
+
+def test_broken_logits_are_an_error_of_that_branch_alone(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 100))
+
+    class Broken(BranchBatch):
+        def attend(self, layer: int, *args: Any) -> torch.Tensor:
+            output = super().attend(layer, *args)
+            output[1] = torch.nan
+            return output
+
+    import fathom_eval.decode as module
+
+    original, module.BranchBatch = module.BranchBatch, Broken  # type: ignore[misc]
+    try:
+        results = decode(tiny, prefix, [Branch(parse_method("dense"), None), Branch(parse_method("full"), 60)], 5)
+    finally:
+        module.BranchBatch = original  # type: ignore[misc]
+    assert [result.finish for result in results] == ["length", "error"]
+    assert results[1].error is not None
+    assert "not finite" in results[1].error
+
+
+def test_keys_that_are_not_finite_name_layer_and_head(tiny: LoadedModel) -> None:
+    broken = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
+    with torch.no_grad():
+        broken.model.model.layers[1].self_attn.k_proj.weight[16:] = torch.inf
+    with pytest.raises(UserError, match="not finite in layer 1, KV head 1"):
+        prefill(broken, prompt(broken, 100))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fathm", "unknown method 'fathm'; did you mean 'fathom'"),
+        ("sparq:rank=4", "has no option 'rank'; did you mean 'rerank'"),
+        ("sparq:r", "'r' is not option=value"),
+        ("sparq:r=4:r=8", "twice"),
+        ("fathom:basis=pca", "'pca' is not one of auto, raw, klt"),
+        ("fathom:budget=many", "'many' is not a whole number"),
+        ("sparq:per_head=yes", "'yes' is not true or false"),
+        ("sparq:dense_layers=0+x", "'x' is not a whole number"),
+    ],
+)
+def test_misspelt_methods_and_options_are_errors(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_method(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fathom:budget=0", "budget=0 must lie in 1..512"),
+        ("sparq:r=D/7", "head_dim 64 is not a multiple of 7"),
+        ("sparq:r=65", "must lie in 1..64"),
+        ("loki:r=0", "must lie in 1..64"),
+        ("double_sparsity:c=D/0", "not a number of channels"),
+        ("thumbnail:depth=5", "depth=5 must lie in 1..4"),
+        ("landmark:size=6", "size=6 must divide 64"),
+        ("sparq:dense_layers=0+1", "dense layer 1 is not in 0..0"),
+        ("sparq:sink=64:local=64", "k=128 leaves nothing to select"),
+    ],
+)
+def test_options_that_cannot_work_are_errors_before_any_prefill(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_method(text).check(facts_of(3, 64), [128])
+
+
+def test_budgets_scale_with_head_dim() -> None:
+    fathom: Any = parse_method("fathom:budget=48").method
+    assert [fathom.code_bits(head_dim) for head_dim in (64, 96, 128, 256)] == [24, 36, 48, 96]
+
+
+def test_options_that_are_the_default_do_not_change_a_methods_identity() -> None:
+    assert parse_method("sparq:r=D/8") == parse_method("sparq")
+    assert parse_method("sparq:r=D/8").options == {}
+    assert parse_method("sparq:r=D/4:rerank=2:dense_layers=0+1").options == {"r": "D/4", "rerank": 2.0, "dense_layers": [0, 1]}
+    assert parse_methods("exact,paper,exact").count(MethodSpec(parse_method("exact").method, Policy())) == 1
+
+
+def test_every_method_says_what_it_is() -> None:
+    for name, kind in registry().items():
+        assert kind.name == name
+        assert kind.source
+        assert kind.family
+        assert kind.__doc__
+        assert kind().typical_bits(128)
