@@ -1,0 +1,419 @@
+"""The run directory: a manifest that says what was measured, and records that are appended and never lost.
+
+``manifest.json`` is written before any record. ``records.jsonl`` only grows: one write a unit of work, flushed to the disk. A run that
+was killed goes on where it stopped, because :meth:`Run.keys` tells what is already there; only a run with another *identity* (model,
+tokenizer, data, seed, protocol, …) is refused, since its numbers could not stand beside the ones already recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn, Self
+
+from fathom_eval.errors import UserError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+RECORDS = "records.jsonl"
+LOCK = ".lock"
+_TEMPORARY = ".tmp"
+# What a start that was killed before its manifest can leave behind: such a folder holds nothing and may be used.
+_LEFTOVERS = frozenset({LOCK, MANIFEST + _TEMPORARY})
+_KEY_FIELDS = ("kind", "task", "context", "sample", "k", "method", "method_version")
+# Position of a record within the records that were written together; kept in the file only, so that a torn unit is seen.
+_UNIT = "unit"
+_MAX_LINE_BYTES = 16 << 20
+_MAX_PROBLEMS = 100
+
+RecordKey = tuple[Any, ...]
+
+
+def canonical_json(value: object) -> str:
+    """One text for equal values: sorted keys, no spaces, ASCII. Raises ValueError for NaN and infinities."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def identity_sha256(identity: Mapping[str, Any]) -> str:
+    """The run identity as one hash (hex)."""
+    return hashlib.sha256(canonical_json(dict(identity)).encode()).hexdigest()
+
+
+def record_key(record: Mapping[str, Any]) -> RecordKey:
+    """The identity of a record within its run: kind, task, context, sample, k, method, options (canonical JSON), method_version.
+
+    Raises ValueError if one of them is missing or is not a plain value.
+    """
+    try:
+        values = {field: record[field] for field in _KEY_FIELDS}
+        options = canonical_json(record["options"])
+    except KeyError as error:
+        raise ValueError(f"a record needs the field {error}") from None
+    for field, value in values.items():
+        if value is not None and not isinstance(value, (str, int)):
+            raise ValueError(f"the field '{field}' of a record must be text, a whole number or null, not {type(value).__name__}")
+    kind, task, context, sample, k, method, version = values.values()
+    return (kind, task, context, sample, k, method, options, version)
+
+
+def default_run_path(kind: str, model_name: str, identity: Mapping[str, Any]) -> Path:
+    """``runs/<kind>-<model>-<short hash>``: the same command finds its own run again, another identity gets another folder."""
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model_name).name or model_name).strip("-._")[:60] or "model"
+    return Path("runs") / f"{kind}-{model}-{identity_sha256(identity)[:8]}"
+
+
+def check_free_space(path: Path, need_bytes: int) -> None:
+    """Raise UserError unless the disk that holds (or would hold) ``path`` has ``need_bytes`` bytes free."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < need_bytes:
+        raise UserError(f"not enough disk space for {path}: about {_size(need_bytes)} are needed and {_size(free)} are free")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new one, never a part, and flush it to the disk."""
+    temporary = path.with_name(path.name + _TEMPORARY)
+    with temporary.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+class Run:
+    """One run directory. Make it with :meth:`open` (to add records) or :meth:`load` (to read them); it is a context manager.
+
+    Attributes:
+        path: the run directory.
+        manifest: content of ``manifest.json``: ``schema``, ``kind``, ``identity``, ``identity_sha256``, the details of the first start
+            (``versions``, ``device``, ``settings``, …) and ``invocations``, a list with time and details of every start.
+        problems: damage found in ``records.jsonl``, one line each. A damaged record counts as missing, so it is computed again.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: IO[str] | None) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.problems: list[str] = []
+        self._lock = lock
+        self._offsets: dict[RecordKey, int] = {}
+        self._end = 0
+        self._records_fd: int | None = None
+        self._index()
+
+    @classmethod
+    def check(cls, path: Path) -> None:
+        """Raise the UserError that :meth:`open` would raise for ``path`` whatever the identity: to be told before expensive work."""
+        _refuse_foreign(path)
+        if (path / MANIFEST).exists():
+            _read_manifest(path)
+        if (path / LOCK).exists():
+            with _file_errors(path):
+                _acquire_lock(path).close()
+
+    @classmethod
+    def open(cls, path: Path, *, identity: Mapping[str, Any], details: Mapping[str, Any]) -> Run:
+        """Create the run, or resume it, and hold its lock until :meth:`close` or the end of the process.
+
+        Args:
+            path: the run directory; it and its parents are made where missing.
+            identity: every fact that could change a number (model and tokenizer fingerprints, data hash, seed, protocol, dtype, …).
+            details: facts to record that do not make it another run: ``kind`` (default ``ruler``), ``versions``, ``device``, …
+
+        Raises:
+            UserError: the folder holds something else, another run's identity or a newer schema, is in use by another process, or cannot
+                be written.
+        """
+        # Through JSON and back, so that tuples and lists compare alike.
+        identity = json.loads(canonical_json(dict(identity)))
+        facts = dict(details)
+        kind = facts.pop("kind", "ruler")
+        _refuse_foreign(path)
+        if (path / MANIFEST).exists():
+            _refuse_other_identity(path, _read_manifest(path), kind, identity)
+        with _file_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _acquire_lock(path)
+        try:
+            invocation = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+            if (path / MANIFEST).exists():
+                manifest = _read_manifest(path)
+                _refuse_other_identity(path, manifest, kind, identity)
+                manifest["invocations"] = [*manifest.get("invocations", []), invocation]
+            else:
+                manifest = {
+                    "schema": SCHEMA_VERSION,
+                    "kind": kind,
+                    "identity": identity,
+                    "identity_sha256": identity_sha256(identity),
+                    **facts,
+                    "invocations": [invocation],
+                }
+            with _file_errors(path):
+                write_atomically(path / MANIFEST, (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode())
+            return cls(path, manifest, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Open a run to read it, also while another process adds to it. Raises UserError if there is no run or its schema is newer."""
+        if not path.exists():
+            raise UserError(f"no run at {path}: there is no such folder")
+        if not path.is_dir():
+            raise UserError(f"{path} is not a run directory: it is a file")
+        with _file_errors(path, "read"):
+            names = {entry.name for entry in path.iterdir()}
+        if not names:
+            raise UserError(f"{path} is not a run directory: it is empty")
+        if MANIFEST not in names:
+            half = "a start was stopped there before it wrote its" if names <= _LEFTOVERS else "it has no"
+            raise UserError(f"{path} is not a run directory: {half} {MANIFEST}")
+        return cls(path, _read_manifest(path), None)
+
+    def records(self) -> list[dict[str, Any]]:
+        """All records, the newest of each key, in the order they were written."""
+        return list(self.iter_records())
+
+    def iter_records(self) -> Iterator[dict[str, Any]]:
+        """The records of :meth:`records`, one at a time: only their places in the file are held in memory."""
+        if not self._offsets:
+            return
+        with _file_errors(self.path, "read"), (self.path / RECORDS).open("rb") as handle:
+            for offset in sorted(self._offsets.values()):
+                handle.seek(offset)
+                record: dict[str, Any] = json.loads(handle.readline(_MAX_LINE_BYTES))
+                record.pop(_UNIT, None)
+                yield record
+
+    def keys(self) -> set[RecordKey]:
+        """The keys (:func:`record_key`) of all records present."""
+        return set(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add the records of one unit of work in one write, and return when the disk has them.
+
+        A later record of the same key replaces the earlier one. A unit that was torn by a crash counts as not written at all.
+
+        Raises:
+            UserError: the disk is full or cannot be written. Everything appended before is intact.
+            ValueError: a record lacks a key field, or holds something that JSON cannot.
+        """
+        if self._lock is None:
+            raise RuntimeError("this run was opened to be read, or is closed")
+        if not records:
+            return
+        keys = [record_key(record) for record in records]
+        lines = [
+            json.dumps({**record, _UNIT: [index, len(records)]}, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+            for index, record in enumerate(records, start=1)
+        ]
+        if max(map(len, lines)) >= _MAX_LINE_BYTES:
+            raise ValueError(f"a record takes more than {_size(_MAX_LINE_BYTES)}")
+        with _file_errors(self.path):
+            descriptor = self._descriptor()
+            # A torn tail, of an earlier process or of a write of this one that failed, must go before anything follows it.
+            if os.fstat(descriptor).st_size != self._end:
+                os.ftruncate(descriptor, self._end)
+            try:
+                _write_all(descriptor, b"".join(lines))
+                os.fsync(descriptor)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, self._end)
+                raise
+        for key, line in zip(keys, lines, strict=True):
+            self._offsets[key] = self._end
+            self._end += len(line)
+
+    def close(self) -> None:
+        """Release the lock. Closing twice does no harm."""
+        if self._records_fd is not None:
+            os.close(self._records_fd)
+            self._records_fd = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _descriptor(self) -> int:
+        if self._records_fd is None:
+            self._records_fd = os.open(self.path / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            _sync_folder(self.path)
+        return self._records_fd
+
+    def _index(self) -> None:
+        """Find every whole record. ``_end`` becomes the end of the last unit that is written whole: what follows it is a torn tail."""
+        file = self.path / RECORDS
+        if not file.exists():
+            return
+        pending: dict[RecordKey, int] = {}
+        with _file_errors(self.path, "read"), file.open("rb") as handle:
+            for number, offset, length, line in _lines(handle):
+                if line is None:
+                    self._report(f"{file}: line {number} is longer than {_size(_MAX_LINE_BYTES)} and is skipped")
+                elif not line.endswith(b"\n"):
+                    break
+                else:
+                    try:
+                        key, last_of_unit = _parse(line)
+                    except (ValueError, RecursionError) as error:
+                        # Of a damaged line nobody knows whether it ended its unit, so the records before it stand.
+                        self._report(f"{file}: line {number} is damaged and is skipped ({str(error)[:120]})")
+                    else:
+                        pending[key] = offset
+                        if not last_of_unit:
+                            continue
+                self._offsets.update(pending)
+                pending.clear()
+                self._end = offset + length
+
+    def _report(self, problem: str) -> None:
+        if len(self.problems) < _MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+def _parse(line: bytes) -> tuple[RecordKey, bool]:
+    """Key of a record line, and whether it ends its unit. Raises ValueError if it is no record."""
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    unit = record.get(_UNIT, [1, 1])
+    return record_key(record), not (isinstance(unit, list) and len(unit) == 2 and unit[0] != unit[1])
+
+
+def _lines(handle: IO[bytes]) -> Iterator[tuple[int, int, int, bytes | None]]:
+    """Number, offset, length and bytes of every line; the bytes are None for a line over the limit, which is never held in memory."""
+    number = offset = 0
+    while line := handle.readline(_MAX_LINE_BYTES):
+        number += 1
+        length, content, part = len(line), line, line
+        while not part.endswith(b"\n") and len(part) == _MAX_LINE_BYTES:
+            part = handle.readline(_MAX_LINE_BYTES)
+            length += len(part)
+        yield number, offset, length, content if length < _MAX_LINE_BYTES else None
+        offset += length
+
+
+def _refuse_foreign(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path} is a file: a run needs a folder of its own")
+    with _file_errors(path, "read"):
+        names = {entry.name for entry in path.iterdir()}
+    if MANIFEST in names or names <= _LEFTOVERS:
+        return
+    found = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    raise UserError(f"{path} holds something else than a run ({found}): give a new or empty folder")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        with _file_errors(path, "read"):
+            manifest = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        raise UserError(f"{file} is damaged: it is not JSON") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int) or not isinstance(manifest.get("identity"), dict):
+        raise UserError(f"{file} is not the manifest of a run")
+    if manifest["schema"] > SCHEMA_VERSION:
+        newer = f"schema {manifest['schema']}; this version reads up to {SCHEMA_VERSION}"
+        raise UserError(f"{path} was written by a newer fathom-eval ({newer}): upgrade fathom-eval")
+    return manifest
+
+
+def _refuse_other_identity(path: Path, manifest: Mapping[str, Any], kind: str, identity: Mapping[str, Any]) -> None:
+    theirs: dict[str, Any] = {"kind": manifest.get("kind"), **manifest["identity"]}
+    ours: dict[str, Any] = {"kind": kind, **identity}
+    absent = object()
+
+    def show(value: object) -> str:
+        text = "absent" if value is absent else json.dumps(value)
+        return text if len(text) <= 80 else text[:79] + "…"
+
+    differing = [
+        f"{field} is {show(theirs.get(field, absent))} there and {show(ours.get(field, absent))} now"
+        for field in [*theirs, *(field for field in ours if field not in theirs)]
+        if theirs.get(field, absent) != ours.get(field, absent)
+    ]
+    if differing:
+        raise UserError(f"{path} holds another run: {'; '.join(differing)}; give another folder, or the same settings to resume")
+
+
+def _acquire_lock(path: Path) -> IO[str]:
+    lock = (path / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read(500).partition("\n")[0]
+        lock.close()
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise UserError(f"{path} is in use by {holder or 'another process'}: wait for it to end, or give another folder") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now(UTC).isoformat(timespec='seconds')}\n")
+    lock.flush()
+    return lock
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _file_errors(path: Path, action: str = "write") -> Iterator[None]:
+    """Turn an OSError into a UserError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise_file_error(path, action, error)
+
+
+def raise_file_error(path: Path, action: str, error: OSError) -> NoReturn:
+    """Raise the UserError for an OSError met while ``action`` ("read" or "write") was tried on ``path``."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise UserError(f"no disk space left for {path}: free some and run the same command again; finished work is kept") from error
+    raise UserError(f"cannot {action} {path}: {error.strerror or error}") from error
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,194 @@
+"""The sentences of a report, generated from its statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fathom_eval.console import printable
+from fathom_eval.reports.cells import ALL_TASKS, NOT_DISCRIMINATIVE, Cell, Comparison, Method, Role
+from fathom_eval.reports.source import Source, is_scan
+from fathom_eval.stats import CEILING
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something a reader must know before trusting a number."""
+
+    text: str
+    grave: bool = False
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with a real minus sign, or a dash where there is none."""
+    if value is None:
+        return "–"
+    text = f"{value:.{digits}f}"
+    return text.replace("-", "−") if float(text) else text.lstrip("-")
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """A difference with its sign."""
+    text = number(value, digits)
+    return text if text.startswith("−") or not float(text) else f"+{text}"
+
+
+def with_error(cell: Cell, digits: int = 3) -> str:
+    """Score ± standard error."""
+    score = number(cell.score, digits)
+    return score if cell.standard_error is None else f"{score} ± {number(cell.standard_error, digits)}"
+
+
+def interval(cell: Cell, digits: int = 3) -> str:
+    """Paired difference to exact top-k with its interval."""
+    found = cell.against_exact
+    if found is None:
+        return ""
+    mean = signed(found.mean, digits)
+    return mean if math.isnan(found.low) else f"{mean} [{signed(found.low, digits)}, {signed(found.high, digits)}]"
+
+
+def setting(context: int, k: int | None) -> str:
+    """A context and a k in words."""
+    return f"{context:,} tokens" + ("" if k is None else f", k = {k:,}")
+
+
+def subject(source: Source) -> str:
+    """What was compared: methods, tasks, model, device, haystack, samples."""
+    scans = {cell.method for cell in source.cells if is_scan(cell)}
+    counts = sorted({cell.samples for cell in source.cells if cell.method.role is Role.DENSE} or {cell.samples for cell in source.cells})
+    samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    where = f" on {join(source.devices)}" if source.devices else ""
+    haystack = f", in a haystack of {source.haystack}" if source.haystack else ""
+    return (
+        f"{count(len(scans), 'scan')} of {source.model}{where}, compared with dense attention and with exact top-k: "
+        f"{join(source.tasks)}{haystack}, {samples} samples a task and context."
+    )
+
+
+def answer(source: Source) -> str:
+    """Which scans separate from exact top-k by their paired interval, and which do not, over every context and k of the run."""
+    settings = source.settings()
+    if len(settings) == 1:
+        return finding(source, *settings[0])
+    verdicts: dict[Method, list[Comparison]] = {}
+    for cell in source.overview:
+        if cell.against_exact is not None:
+            verdicts.setdefault(cell.method, []).append(cell.against_exact)
+    groups: dict[str, list[str]] = {}
+    for method, found in verdicts.items():
+        below, above = sum(one.below for one in found), sum(one.above for one in found)
+        if above:
+            group = "Above exact top-k somewhere"
+        elif below == 0:
+            group = "Nowhere separated from exact top-k by these samples"
+        elif below == len(found):
+            group = "Below exact top-k at every context and k"
+        else:
+            group = "Below it at some"
+        groups.setdefault(group, []).append(method.label if group != "Below it at some" else f"{method.label} ({below} of {len(found)})")
+    order = ("Below exact top-k at every context and k", "Below it at some", "Nowhere separated from exact top-k by these samples")
+    parts = [f"{name}: {join(groups[name])}." for name in (*order, "Above exact top-k somewhere") if name in groups]
+    return " ".join(parts)
+
+
+def finding(source: Source, context: int, k: int | None) -> str:
+    """The answer at one context and k, with the numbers."""
+    cells = [cell for cell in source.overview if cell.context == context and cell.k in (None, k)]
+    if not cells:
+        return f"At {setting(context, k)} dense attention is at the floor on every task: nothing can be told apart."
+    told = {cell.task for cell in source.cells if cell.context == context and NOT_DISCRIMINATIVE not in cell.notes}
+    tasks = [task for task in source.tasks if task in told]
+    references = [f"{cell.method.role.value} scores {with_error(cell)}" for cell in cells if not is_scan(cell)]
+    parts = [f"At {setting(context, k)}, over {join(tasks)}, {join(references)}."] if references else []
+    compared = [(cell, cell.against_exact) for cell in cells if cell.against_exact is not None]
+    below = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.below]
+    above = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.above]
+    same = [cell.method.label for cell, found in compared if not found.below and not found.above]
+    scans = count(len(compared), "scan")
+    if below:
+        parts.append(f"{len(below)} of {scans} separate from exact top-k by their paired interval and score below it: {join(below)}.")
+    if above:
+        parts.append(f"{len(above)} of {scans} score above it: {join(above)}.")
+    if same:
+        parts.append(f"Not separated from it by these samples: {join(same)}.")
+    if compared and not below and not above:
+        parts.append("No scan separates: the setting may be too easy, or the samples too few, to rank them.")
+    return " ".join(parts)
+
+
+def remarks(source: Source) -> list[Remark]:
+    """What limits the numbers: a haystack of plain documentation, floors, suspicious gains, failures, gaps, damage."""
+    found = []
+    if "python-docs" in source.haystack:
+        found.append(
+            Remark(
+                "The haystack is python-docs, the documentation that ships with Python, not WikiText: scores are comparable within this "
+                "report, not with published RULER numbers.",
+                grave=True,
+            )
+        )
+    floor = [f"{cell.task} at {cell.context:,} tokens" for cell in source.cells if NOT_DISCRIMINATIVE in cell.notes]
+    if floor:
+        where = join(list(dict.fromkeys(floor)))
+        found.append(Remark(f"Not discriminative, because dense attention itself is at the floor: {where}; left out of '{ALL_TASKS}'."))
+    ceiling = [
+        f"{task} at {setting(context, k)}"
+        for context, k in source.settings()
+        for task in source.tasks
+        if _all_solve(source, task, context, k)
+    ]
+    if ceiling:
+        found.append(Remark(f"At the ceiling, where every scan succeeds and none can be told from another: {join(ceiling)}."))
+    above = [
+        f"{cell.method.label} on {cell.task} at {setting(cell.context, cell.k)}"
+        for cell in source.cells
+        if cell.against_dense is not None and cell.against_dense.above
+    ]
+    if above:
+        found.append(Remark(f"Above dense by more than chance, so look at the samples before believing it: {join(above)}.", grave=True))
+    silent = [f"{cell.method.label} on {cell.task}: {note}" for cell in source.cells for note in cell.notes if "fired" in note]
+    if silent:
+        found.append(Remark(f"A scan that did not run every time passes for dense attention: {join(silent)}.", grave=True))
+    if source.failures:
+        found.append(Remark(f"{count(len(source.failures), 'record')} of failed samples are in no mean and are listed below.", grave=True))
+    gaps = missing(source)
+    if gaps:
+        text = f"The run is not complete: {count(len(gaps), 'gap')} listed below. Comparisons use only the samples that both sides have."
+        found.append(Remark(text))
+    if source.run.problems:
+        damage = "; ".join(printable(problem) for problem in source.run.problems[:3])
+        found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped: {damage}.", grave=True))
+    return found + [Remark(f"{text}.") for text in source.remarks]
+
+
+def _all_solve(source: Source, task: str, context: int, k: int | None) -> bool:
+    cells = [cell for cell in source.cells if (cell.task, cell.context, cell.k) == (task, context, k) and is_scan(cell)]
+    return bool(cells) and all(cell.score is not None and cell.score >= CEILING for cell in cells)
+
+
+def missing(source: Source) -> list[str]:
+    """Where a method lacks samples, or a whole task, that others of the same context and k have."""
+    gaps = []
+    for context, k in source.settings():
+        cells = [cell for cell in source.cells if cell.context == context and cell.k in (None, k)]
+        for method in dict.fromkeys(cell.method for cell in cells):
+            for task in source.tasks:
+                # Dense serves every k, so it may have samples that the scans at this k were never asked for.
+                alike = [cell for cell in cells if cell.task == task and (cell.k is None) == (method.role is Role.DENSE)]
+                expected = max((cell.expected for cell in alike), default=0)
+                own = sum(cell.samples + cell.failures for cell in cells if cell.task == task and cell.method == method)
+                if own < expected:
+                    gaps.append(f"{method.label} on {task} at {setting(context, k)}: {own} of {expected} samples")
+    return list(dict.fromkeys(gaps))
+
+
+def count(amount: int, noun: str) -> str:
+    """``1 scan``, ``2 scans``."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def join(items: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + (f" and {items[-1]}" if items else "")

@@ -1,0 +1,317 @@
+"""The files of a report: complete, reproducible, self-contained, and safe with hostile text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from fathom_eval.cli import main
+from fathom_eval.errors import UserError
+from fathom_eval.reports import build_report, summary_table
+from fathom_eval.run import MANIFEST, RECORDS, Run
+
+Records = list[dict[str, Any]]
+MakeRecords = Callable[..., Records]
+WriteRun = Callable[..., Path]
+
+HOSTILE = (
+    "<script>alert('x')</script>",
+    '"><img src=x onerror=alert(1)>',
+    "{{ 7 * 7 }} {% raw %}",
+    "\x1b[31mred\x1b[0m\x07",
+    "abc\u202egpj.exe\u2066",
+    '=HYPERLINK("http://evil")',
+    "_$x^{2$ \\alpha %d %s",
+    "| pipe | `tick` *star* [link](http://evil)",
+    "lone \ud800 surrogate \ufffe",
+    "漢字 🙂 " + "x" * 300,
+)
+
+
+class Page(HTMLParser):
+    """What a test wants to know of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.ids = [attributes["id"] for _, attributes in self.tags if "id" in attributes]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("th", "td", "p"):
+            self.text += " "
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def test_every_file_is_written_and_nothing_else(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    files = build_report([write_run(make_records(tasks=("vt", "fwe"), ks=(64, 128), samples=2))], tmp_path / "out")
+    written = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert written == {files.html, files.csv, files.overview_csv, files.samples_csv, files.markdown, *files.figures}
+    assert len(files.figures) == 2 * 2 * 2
+    assert not list((tmp_path / "first").glob("report*"))
+
+
+def test_results_csv_has_a_row_a_cell_and_samples_csv_a_row_a_record(
+    make_records: MakeRecords, write_run: WriteRun, tmp_path: Path
+) -> None:
+    records = make_records(tasks=("vt",), ks=(64, 128))
+    files = build_report([write_run(records)], tmp_path / "out")
+    rows = read(files.csv)
+    assert len(rows) == 1 + 2 * 12
+    row = next(row for row in rows if row["method"] == "sparq r=8" and row["task"] == "vt" and row["k"] == "64")
+    assert (row["samples"], row["pairs"], row["context"], row["bits"], row["bits_per_channel"]) == ("24", "24", "2048", "34.0", "0.53125")
+    assert int(row["wins"]) + int(row["ties"]) + int(row["losses"]) == 24
+    assert float(row["score"]) - float(row["exact_top_k_score"]) == pytest.approx(float(row["minus_exact_top_k"]))
+    assert float(row["minus_exact_top_k_low"]) <= float(row["minus_exact_top_k"]) <= float(row["minus_exact_top_k_high"])
+    dense = next(row for row in rows if row["method"] == "dense")
+    assert (dense["k"], dense["bits"], dense["minus_exact_top_k"]) == ("", "", "")
+    assert len(read(files.overview_csv)) == 1 + 2 * 12
+    samples = read(files.samples_csv)
+    assert len(samples) == len(records)
+    assert json.loads(samples[-1]["options"]) == {"block": 8}
+    assert samples[0]["generation"] == " ABCDE. The grass"
+
+
+def test_first_divergence_is_taken_from_the_tokens(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    tokens = {"dense": [1, 2, 3], "exact_topk": [1, 2, 3], "landmark": [1, 9, 3], "full_scan": [1, 2], "loki": None}
+    records = make_records(tasks=("vt",), samples=2)
+    for record in records:
+        del record["first_divergence"]
+        record["token_ids"] = tokens.get(record["method"])
+    samples = read(build_report([write_run(records)], tmp_path / "out").samples_csv)
+    found = {row["method"]: row["first_divergence"] for row in samples}
+    assert [found[name] for name in tokens] == ["", "", "1", "2", ""]
+
+
+def test_report_is_reproducible_to_the_byte(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    run = write_run(make_records(tasks=("vt",), samples=8))
+    one, two = build_report([run], tmp_path / "one"), build_report([run], tmp_path / "two")
+    for first, second in zip(
+        [one.html, one.csv, one.overview_csv, one.samples_csv, one.markdown, *one.figures],
+        [two.html, two.csv, two.overview_csv, two.samples_csv, two.markdown, *two.figures],
+        strict=True,
+    ):
+        assert first.read_bytes() == second.read_bytes(), first.name
+
+
+def test_page_says_what_was_compared_and_what_separates(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    page = Page(build_report([write_run(make_records(), model="org/model-1b")], tmp_path / "out").html.read_text())
+    text = " ".join(page.text.split())
+    assert (
+        "11 scans of org/model-1b on cpu (2 threads), compared with dense attention and with exact top-k: niah_single, "
+        "niah_multikey and vt, in a haystack of wikitext, 24 samples a task and context." in text
+    )
+    separate, same = re.findall(r"score below it: (.*?)\. Not separated from it by these samples: (.*?)\.", text)[0]
+    assert "landmark block=8 (−" in separate
+    assert "full_scan bits=4" in same
+    assert "python-docs" not in text
+    for fact in ("identity.data_sha256", "versions.torch", "2.13.0", "settings.haystack", "What the columns mean"):
+        assert fact in text
+
+
+def test_python_docs_haystack_is_said_aloud(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    files = build_report([write_run(make_records(tasks=("vt",), samples=2), haystack="python-docs")], tmp_path / "out")
+    warning = "The haystack is python-docs"
+    assert warning in files.html.read_text()
+    assert warning in files.markdown.read_text()
+
+
+def test_limits_are_said_aloud(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    records = make_records(dense_at_floor=("vt",))
+    for record in records:
+        if record["label"] == "loki r=16" and record["sample"] < 2:
+            record.update(finish="error", error="RuntimeError: out of memory", score=None)
+    records = [r for r in records if not (r["label"] == "sparq r=8" and r["task"] == "niah_single")]
+    run = write_run(records)
+    lines = (run / RECORDS).read_bytes().splitlines(keepends=True)
+    (run / RECORDS).write_bytes(b"".join([*lines[:5], b"damaged\n", *lines[6:]]))
+    files = build_report([run], tmp_path / "out")
+    text = " ".join(Page(files.html.read_text()).text.split())
+    assert "Not discriminative, because dense attention itself is at the floor: vt at 2,048 tokens" in text
+    assert "6 records of failed samples are in no mean" in text
+    assert "RuntimeError: out of memory" in text
+    assert "sparq r=8 on niah_single at 2,048 tokens, k = 128: 0 of 24 samples" in text
+    assert "1 damaged line of the records skipped" in text
+    assert len(files.warnings) == 1
+    assert "line 6" in files.warnings[0]
+
+
+def test_page_is_self_contained_and_its_anchors_work(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    records = make_records(tasks=("vt",), ks=(64, 128), samples=6)
+    text = build_report([write_run(records)], tmp_path / "out").html.read_text()
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed"} - {"link"}
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            address = attributes.get(name)
+            if address is not None:
+                assert address.startswith(("#", "data:,")), (tag, address)
+                assert not address.startswith("#") or address[1:] in page.ids, address
+    assert set(re.findall(r"url\((.*?)\)", text)) <= {f"#{name}" for name in page.ids}
+    assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_stays_text(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path, text: str) -> None:
+    records = make_records(tasks=(text,), samples=2)
+    for record in records:
+        record["generation"] = text
+        if record["method"] == "sparq":
+            record.update(label=f"{text}{record['options']['r']}", family=text)
+        if record["method"] == "loki":
+            record.update(finish="error", error=text)
+    files = build_report([write_run(records, haystack=text, model=text)], tmp_path / "out")
+    assert all(path.is_file() and path.is_relative_to(tmp_path / "out" / "figures") for path in files.figures)
+    everything = [path.read_text() for path in (files.html, files.csv, files.samples_csv, files.markdown)]
+    everything += [path.read_text() for path in files.figures if path.suffix == ".svg"]
+    for content in everything:
+        assert not set(content) & set("\x1b\x07\u202e\u2066\ufffe")
+    page = Page(everything[0])
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "img"}
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    for path in files.figures:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+    for path in (files.csv, files.samples_csv):
+        for row in read(path):
+            assert not any(str(value).lstrip().startswith(("=", "+", "@")) for value in row.values()), row
+    assert "http://evil" not in re.sub(r"\\\[link\\\]\(http://evil\)|HYPERLINK\(\S*\)", "", everything[3])
+    if "7 * 7" in text:
+        assert "{{ 7 * 7 }}" in page.text
+
+
+def test_runs_are_shown_side_by_side_and_never_averaged(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    first = write_run(make_records(tasks=("vt",)), name="first", seed=0)
+    second = write_run([{**r, "score": 0.0} for r in make_records(tasks=("vt",))], name="second", seed=1)
+    files = build_report([first, second, first], tmp_path / "out")
+    rows = read(files.csv)
+    assert [row["run"] for row in rows] == ["first"] * 13 + ["second"] * 13
+    assert {row["score"] for row in rows if row["run"] == "second"} == {"0.0"}
+    assert next(float(row["score"]) for row in rows if row["method"] == "dense") > 0.5
+    page = Page(files.html.read_text())
+    assert len(page.ids) == len(set(page.ids))
+    text = " ".join(page.text.split())
+    assert "identity.seed 0 1" in text
+    assert "identity.model" not in text.split("What differs")[1].split("Run first")[0]
+    assert len(files.figures) == 4
+
+
+def test_runs_of_one_name_are_told_apart(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    records = make_records(tasks=("vt",), samples=6)
+    paths = [write_run(records, name="a/run"), write_run(records, name="b/run", seed=1)]
+    rows = read(build_report(paths, tmp_path / "out").csv)
+    assert {row["run"] for row in rows} == {str(path) for path in paths}
+
+
+def test_scan_without_bits_still_has_a_row(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    records = make_records(tasks=("vt",), samples=6)
+    for record in records:
+        if record["method"] == "landmark":
+            record.update(bits=0.0, declared_bits=0.0)
+        elif not record["control"]:
+            record.update(bits=None, declared_bits=None)
+    files = build_report([write_run(records)], tmp_path / "out")
+    assert len(files.figures) == 2
+    assert len(read(files.csv)) == 13
+
+
+def test_controls_alone_make_a_report(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    dense_only = [r for r in make_records(tasks=("vt",)) if r["method"] == "dense"]
+    files = build_report([write_run(dense_only)], tmp_path / "out")
+    assert files.figures == ()
+    assert [row["method"] for row in read(files.csv)] == ["dense"]
+
+
+def test_summary_table(make_records: MakeRecords) -> None:
+    frame = summary_table(make_records(ks=(64, 128), dense_at_floor=("vt",)))
+    assert list(frame.columns) == ["k", "method", "bits", "niah_single", "niah_multikey", "vt", "all tasks", "minus exact top-k"]
+    assert list(frame["method"][:2]) == ["dense", "exact top-k"]
+    assert list(frame["k"]) == [""] + ["64"] * 12 + ["128"] * 12
+    row = frame[(frame["method"] == "landmark block=8") & (frame["k"] == "64")].iloc[0]
+    assert row["niah_single"].endswith("▼")
+    assert row["vt"].endswith("≈")
+    assert re.fullmatch(r"−\d\.\d\d \[−\d\.\d\d, −\d\.\d\d\]", row["minus exact top-k"])
+    assert "standard error" in frame.attrs["note"]
+    assert isinstance(summary_table([]), pd.DataFrame)
+
+
+def test_command_prints_paths(make_records: MakeRecords, write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(make_records(tasks=("vt",), samples=6))
+    assert main(["report", str(run)]) == 0
+    assert f"page: {run / 'report' / 'report.html'}" in capsys.readouterr().out
+    assert main(["report", str(run), "--quiet"]) == 0
+    assert capsys.readouterr() == (f"{run / 'report' / 'report.html'}\n", "")
+    assert main(["report", str(run), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert all(Path(document[name]).is_file() for name in ("html", "csv", "overview_csv", "samples_csv", "markdown"))
+    assert len(document["figures"]) == 2
+    # The report lies within the run and must not make it a foreign folder.
+    assert len(Run.load(run)) == 6 * 13
+
+
+def test_bad_input_is_one_line(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_run(make_records(tasks=("vt",), samples=1), name="good")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / MANIFEST).write_text('{"schema": 99, "identity": {}}')
+    Run.open(tmp_path / "fresh", identity={}, details={}).close()
+    Run.open(tmp_path / "kind", identity={}, details={"kind": "timing"}).close()
+    for name, message in (
+        ("missing", "there is no such folder"),
+        ("empty", "it is empty"),
+        ("foreign", "it has no manifest.json"),
+        ("newer", "newer fathom-eval (schema 99"),
+        ("fresh", "has no records yet"),
+        ("kind", "kind 'timing'"),
+        (f"good/{MANIFEST}", "it is a file"),
+    ):
+        assert main(["report", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
+        out, error = capsys.readouterr()
+        assert out == ""
+        assert error.startswith("error: ")
+        assert message in error
+        assert error.count("\n") == 1
+    assert main(["report", str(good), str(tmp_path / "fresh")]) == 2
+    assert "--output DIR" in capsys.readouterr().err
+    assert main(["report", str(good), "--output", str(good / MANIFEST)]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert main(["report", str(good), "--output", str(good / MANIFEST / "below")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least one run"):
+        build_report([], tmp_path)
+
+
+def test_foreign_record_is_refused(tmp_path: Path) -> None:
+    record = {"kind": "ruler", "task": "vt", "context": "long", "sample": 0, "k": 1, "method": "x", "options": {}, "method_version": 1}
+    with Run.open(tmp_path / "run", identity={}, details={}) as run:
+        run.append([record])
+    with pytest.raises(UserError, match="holds a record that is not one of kind 'ruler'"):
+        build_report([tmp_path / "run"], tmp_path / "out")
