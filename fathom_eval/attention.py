@@ -62,26 +62,34 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def attend_selected(query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None) -> Tensor:
+def attend_selected(
+    query: Tensor,
+    best: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor],
+    scaling: float,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Exact attention over a selected set, in fp32.
 
     Args:
         query: ``[R, H, G, D]``.
-        keys, values: The selected rows of each query head, ``[R, H, G, k, D]``.
-        mask: ``[R, H, G, k]``, False on rows that do not take part.
+        best: Keys and values that each query head selected, ``[R, H, G, m, D]``.
+        kept: Keys and values that all heads of the group attend to, ``[R, H, c, D]``.
+        mask: ``[R, H, G, m]``, False on selected rows that do not take part.
 
     Returns:
         fp32 ``[R, H, G, D]``.
     """
-    logits = (keys.float() @ (query.float() * scaling).unsqueeze(-1)).squeeze(-1)
+    scaled = query.float() * scaling
+    chosen = (best[0].float() @ scaled.unsqueeze(-1)).squeeze(-1)
     if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    return (logits.softmax(-1).unsqueeze(-2) @ values.float()).squeeze(-2)
+        chosen = chosen.masked_fill(~mask, -torch.inf)
+    weights = torch.cat([chosen, scaled @ kept[0].float().transpose(-1, -2)], dim=-1).softmax(-1)
+    of_best, of_kept = torch.split(weights, [chosen.shape[-1], kept[0].shape[-2]], dim=-1)
+    return (of_best.unsqueeze(-2) @ best[1].float()).squeeze(-2) + of_kept @ kept[1].float()
 
 
-def attend_everything(
-    query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, keys: Tensor, values: Tensor, scaling: float
-) -> Tensor:
+def attend_everything(query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """Dense attention of many branches over a shared prefix and their own tails, in fp32, without copying the prefix.
 
     Args:
@@ -95,9 +103,9 @@ def attend_everything(
     rows, heads, group, head_dim = query.shape
     scaled = query.float() * scaling
     folded = scaled.transpose(0, 1).reshape(heads, rows * group, head_dim)
-    shared = (folded @ prefix_keys.float().transpose(-1, -2)).unflatten(1, (rows, group)).transpose(0, 1)
+    shared = (folded @ prefix_keys.float().transpose(-1, -2)).view(heads, rows, group, -1).transpose(0, 1)
     own = scaled @ keys.float().transpose(-1, -2)
     weights = torch.cat([shared, own], dim=-1).softmax(-1)
-    of_prefix, of_tail = weights.split([prefix_keys.shape[1], keys.shape[2]], dim=-1)
+    of_prefix, of_tail = torch.split(weights, [prefix_keys.shape[1], keys.shape[2]], dim=-1)
     mixed = of_prefix.transpose(0, 1).reshape(heads, rows * group, -1) @ prefix_values.float()
-    return mixed.unflatten(1, (rows, group)).transpose(0, 1) + of_tail @ values.float()
+    return mixed.view(heads, rows, group, -1).transpose(0, 1) + of_tail @ values.float()

@@ -1,13 +1,14 @@
 """Many methods over one prefix: the attention of every branch, layer by layer.
 
 Each branch is a row of one batch. Rows that scan the same store are scored together, so the store is read once for all of them;
-rows with the same k and policy are selected and attended together.
+rows with the same k and policy are selected and attended together. Small models are bound by the number of operations a layer, so
+rows stand in an order that makes most groups slices, and what can be counted once a step is not counted in every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from fathom_eval.methods import MethodSpec
 from fathom_eval.models import ModelFacts
 from fathom_eval.prefill import Prefix, PrefixLayer
 from fathom_eval.reads import Reads
-from fathom_eval.selection import Policy, candidate_range, distinct_rows, select, top_indices, union_of_group
+from fathom_eval.selection import Policy, candidate_range, distinct_rows, select, share_scores, top_indices, union_of_group
 from fathom_eval.stores import Store, StoreSpec
+
+Rows = slice | Tensor
+"""Rows of the batch: a slice where they are consecutive, which costs no copy."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,20 @@ class _MethodGroup:
     spec: MethodSpec
     rows: slice
     indexes: list[Any]
+    plans: list[Tensor | None] = field(default_factory=list)
 
 
 @dataclass
 class _ScanGroup:
-    """Rows that scan the same store in the same layers, and each layer's blocks that these branches sealed themselves."""
+    """Consecutive rows that scan the same store in the same layers, and the blocks that these branches sealed themselves."""
 
     store: StoreSpec
-    local: int
-    dense_layers: tuple[int, ...]
-    rows: Tensor
+    policy: Policy
+    rows: slice
     sealed: int
     methods: list[_MethodGroup]
     own: list[Store | None]
+    reads: list[Reads] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,36 @@ class _SelectGroup:
 
     k: int
     policy: Policy
+    rows: Rows
+
+
+@dataclass
+class Counts:
+    """Sums over layers, KV heads and steps, one number a branch.
+
+    Attributes:
+        scan_bits: Bits that the scans touched.
+        declared_bits: What the methods declare for their plans.
+        scan_tokens: Sealed tokens that were scanned.
+        channels: Channels read.
+        rows: Distinct K/V rows attended to.
+        candidates: K rows fetched for reranking beyond those.
+        fired: Layers whose attention the method decided (not summed over heads).
+    """
+
+    scan_bits: Tensor
+    declared_bits: Tensor
+    scan_tokens: Tensor
+    channels: Tensor
     rows: Tensor
+    candidates: Tensor
+    fired: Tensor
+
+    @classmethod
+    def zero(cls, rows: int, device: torch.device) -> Counts:
+        """Nothing counted yet."""
+        whole = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(6)]
+        return cls(whole[0], torch.zeros(rows, dtype=torch.float64, device=device), *whole[1:])
 
 
 class BranchBatch:
@@ -67,97 +101,93 @@ class BranchBatch:
 
     Args:
         prefix: Shared and never written.
-        branches: The rows of the batch, in order.
+        branches: The rows of the batch, in order; :func:`batch_order` gives the order that makes groups consecutive.
         facts: Of the model.
 
     Attributes:
-        scan_bits, declared_bits, scan_tokens, channels, rows, candidates, fired: Sums over layers, KV heads and steps so far, one a
-            branch: scan bits counted, what the method's plans declare, sealed tokens scanned, channels read, distinct K/V rows
-            selected, K rows fetched for reranking beyond those, and how many layers' attention the method has decided.
+        counts: What has been read so far, complete after each step.
     """
 
     def __init__(self, prefix: Prefix, branches: Sequence[Branch], facts: ModelFacts) -> None:
         self.prefix, self.branches, self.facts = prefix, tuple(branches), facts
         self._device = prefix.layers[0].keys.device
-        count = len(self.branches)
-        self.scan_bits = torch.zeros(count, dtype=torch.int64, device=self._device)
-        self.declared_bits = torch.zeros(count, dtype=torch.float64, device=self._device)
-        self.scan_tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
-        self.channels = torch.zeros(count, dtype=torch.int64, device=self._device)
-        self.rows = torch.zeros(count, dtype=torch.int64, device=self._device)
-        self.candidates = torch.zeros(count, dtype=torch.int64, device=self._device)
-        self.fired = torch.zeros(count, dtype=torch.int64, device=self._device)
+        self.counts = Counts.zero(len(self.branches), self._device)
         self._scans = self._scan_groups()
         self._selects = self._select_groups()
-        scanning = {row for group in self._scans for row in group.rows.tolist()}
-        self._dense = torch.tensor([row for row in range(count) if row not in scanning], dtype=torch.int64, device=self._device)
+        self._dense = _as_rows([row for row, branch in enumerate(self.branches) if branch.k is None], self._device)
+        self._any_dense = any(branch.k is None for branch in self.branches)
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """See :class:`fathom_eval.attention.BranchAttention`."""
-        part = self.prefix.layers[layer]
+        context = _Context(self.prefix.layers[layer], query, keys, values, scaling)
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-        context = _Context(part, query, keys, values, scaling)
-        self.fired += 1
-        if len(self._dense):
+        self.counts.fired += 1
+        if self._any_dense:
             self._attend_densely(context, self._dense, output)
         if self._scans:
             scores = torch.empty(*query.shape[:3], context.tokens, dtype=torch.float32, device=query.device)
-            coverage = torch.ones(query.shape[:3], dtype=torch.float32, device=query.device)
-            for scan in self._scans:
-                if layer not in scan.dense_layers:
-                    self._scan(scan, layer, context, scores, coverage)
+            plans = [self._scan(group, layer, context, scores) for group in self._scans if layer not in group.policy.dense_layers]
             for group in self._selects:
                 if layer in group.policy.dense_layers:
                     self._attend_densely(context, group.rows, output)
                 else:
-                    output[group.rows] = self._select_and_attend(group, context, scores, coverage)
+                    coverage = self._coverage(context, plans) if group.policy.reallocate else None
+                    output[group.rows] = self._select_and_attend(group, context, scores[group.rows], coverage)
+        if layer == len(self.prefix.layers) - 1:
+            for scan in self._scans:
+                self._settle(scan)
         return output
 
     def _scan_groups(self) -> list[_ScanGroup]:
-        members: dict[tuple[StoreSpec, int, tuple[int, ...]], dict[MethodSpec, list[int]]] = {}
+        groups: list[_ScanGroup] = []
         for row, branch in enumerate(self.branches):
-            store, policy = branch.spec.method.store(self.facts), branch.spec.policy
-            if store is not None:
-                members.setdefault((store, policy.local, policy.dense_layers), {}).setdefault(branch.spec, []).append(row)
-        groups = []
-        for (store, local, dense_layers), methods in members.items():
-            sealed = _sealed_tokens(self.prefix.tokens + 1, local)
-            parts, start = [], 0
-            for spec, rows in methods.items():
+            if branch.k is None:
+                continue
+            spec, store = branch.spec, branch.spec.method.store(self.facts)
+            assert store is not None, f"{spec.label} scans nothing and so takes no k"
+            last = groups[-1] if groups else None
+            if last is None or last.rows.stop != row or _scan_key(branch, self.facts) != (last.store, last.policy):
+                sealed = _sealed_tokens(self.prefix.tokens + 1, spec.policy.local)
+                policy = _scan_policy(spec.policy)
+                last = _ScanGroup(store, policy, slice(row, row), sealed, [], [None] * len(self.prefix.layers))
+                groups.append(last)
+            last.rows = slice(last.rows.start, row + 1)
+            at = row - last.rows.start
+            if last.methods and last.methods[-1].spec == spec:
+                last.methods[-1].rows = slice(last.methods[-1].rows.start, at + 1)
+            else:
                 indexes = [spec.method.index(layer, self.facts) for layer in self.prefix.layers]
-                parts.append(_MethodGroup(spec, slice(start, start + len(rows)), indexes))
-                start += len(rows)
-            order = torch.tensor([row for rows in methods.values() for row in rows], device=self._device)
-            groups.append(_ScanGroup(store, local, dense_layers, order, sealed, parts, [None] * len(self.prefix.layers)))
+                last.methods.append(_MethodGroup(spec, slice(at, at + 1), indexes))
         return groups
 
     def _select_groups(self) -> list[_SelectGroup]:
         members: dict[tuple[int, Policy], list[int]] = {}
         for row, branch in enumerate(self.branches):
-            if branch.spec.method.store(self.facts) is not None:
-                assert branch.k is not None, f"{branch.spec.label} needs a k"
+            if branch.k is not None:
                 members.setdefault((branch.k, branch.spec.policy), []).append(row)
-        return [_SelectGroup(k, policy, torch.tensor(rows, device=self._device)) for (k, policy), rows in members.items()]
+        return [_SelectGroup(k, policy, _as_rows(rows, self._device)) for (k, policy), rows in members.items()]
 
-    def _scan(self, group: _ScanGroup, layer: int, context: _Context, scores: Tensor, coverage: Tensor) -> None:
+    def _scan(self, group: _ScanGroup, layer: int, context: _Context, scores: Tensor) -> tuple[_ScanGroup, Store, Tensor | None]:
         """Score all tokens for the rows of one store: sealed blocks by the store, the unsealed tail exactly."""
         query = context.query[group.rows]
         shared = context.layer.store(group.store, group.sealed)
-        sealed = _sealed_tokens(context.tokens, group.local)
+        sealed = _sealed_tokens(context.tokens, group.policy.local)
         own = self._seal(group, layer, context, shared, sealed)
         projected = shared.project(query)
         plans = [method.spec.method.plan(projected[method.rows], method.indexes[layer]) for method in group.methods]
+        for method, part in zip(group.methods, plans, strict=True):
+            method.plans.append(part)
         plan = None if plans[0] is None else torch.cat([part for part in plans if part is not None])
-        parts, reads = [], Reads.none(*query.shape[:2], query.device)
+        parts, reads = [], None
         for store in (shared, own):
             if store is not None and store.tokens:
-                part, touched = store.scan(query, projected, plan)
-                parts.append(part)
-                reads = reads + touched
+                found, touched = store.scan(query, projected, plan)
+                parts.append(found)
+                reads = touched if reads is None else reads + touched
         parts.append(context.exact_scores(group.rows, sealed))
-        scores[group.rows] = torch.cat(parts, dim=-1)
-        coverage[group.rows] = shared.coverage(projected, plan)
-        self._count(group, reads, plans)
+        torch.cat(parts, dim=-1, out=scores[group.rows])
+        group.reads.append(reads if reads is not None else Reads.none(query.shape[0], query.shape[1], query.device))
+        return group, shared, plan
 
     def _seal(self, group: _ScanGroup, layer: int, context: _Context, shared: Store, sealed: int) -> Store | None:
         """Seal the blocks that have left the local window since the prefill. They belong to these branches alone."""
@@ -165,62 +195,71 @@ class BranchBatch:
         done = group.sealed + (own.tokens if own is not None else 0)
         if sealed > done:
             if own is None:
-                own = group.own[layer] = shared.empty(len(group.rows))
+                own = group.own[layer] = shared.empty(group.rows.stop - group.rows.start)
             own.append(context.key_range(group.rows, done, sealed))
         return own
 
-    def _count(self, group: _ScanGroup, reads: Reads, plans: Sequence[Tensor | None]) -> None:
-        heads = self.facts.kv_heads
-        self.scan_bits[group.rows] += reads.bits.sum(-1)
-        self.channels[group.rows] += reads.channels.sum(-1)
-        self.scan_tokens[group.rows] += reads.tokens * heads
-        for method, plan in zip(group.methods, plans, strict=True):
-            declared = method.spec.method.declared_bits(plan, self.facts)
-            total = declared.double().sum(-1) if isinstance(declared, Tensor) else declared * heads
-            self.declared_bits[group.rows[method.rows]] += total * reads.tokens
+    def _settle(self, group: _ScanGroup) -> None:
+        """Add up what a group has read in this step."""
+        if not group.reads:  # every layer is dense
+            return
+        counts, heads = self.counts, self.facts.kv_heads
+        tokens = torch.tensor([reads.tokens for reads in group.reads], dtype=torch.int64, device=self._device)
+        counts.scan_bits[group.rows] += torch.stack([reads.bits for reads in group.reads]).sum((0, 2))
+        counts.channels[group.rows] += torch.stack([reads.channels for reads in group.reads]).sum((0, 2))
+        counts.scan_tokens[group.rows] += tokens.sum() * heads
+        for method in group.methods:
+            plans = [plan for plan in method.plans if plan is not None]
+            declared = method.spec.method.declared_bits(torch.stack(plans) if plans else None, self.facts)
+            per_step = declared.double().sum(-1).T if isinstance(declared, Tensor) else torch.tensor(declared * heads, device=self._device)
+            rows = slice(group.rows.start + method.rows.start, group.rows.start + method.rows.stop)
+            counts.declared_bits[rows] += (per_step * tokens).sum(-1)
+            method.plans.clear()
+        group.reads.clear()
 
-    def _select_and_attend(self, group: _SelectGroup, context: _Context, scores: Tensor, coverage: Tensor) -> Tensor:
-        policy = group.policy
-        approximate, query = scores[group.rows], context.query[group.rows]
-        sealed = _sealed_tokens(context.tokens, policy.local)
-        indices = select(approximate, group.k, policy, sealed=sealed)
-        if policy.rerank > 1 and group.k < context.tokens:
-            indices = self._rerank(group, context, indices, query, sealed)
-        self.rows[group.rows] += distinct_rows(indices, context.tokens).sum(-1)
-        fetched, mask = (indices, None) if policy.attend == "own" else union_of_group(indices)
-        keys, values = context.gather(group.rows, fetched)
-        output = attend_selected(query, keys, values, context.scaling, mask)
-        if policy.reallocate:
+    def _coverage(self, context: _Context, plans: Sequence[tuple[_ScanGroup, Store, Tensor | None]]) -> Tensor:
+        coverage = torch.ones(context.query.shape[:3], dtype=torch.float32, device=self._device)
+        for group, store, plan in plans:
+            coverage[group.rows] = store.coverage(store.project(context.query[group.rows]), plan)
+        return coverage
+
+    def _select_and_attend(self, group: _SelectGroup, context: _Context, approximate: Tensor, coverage: Tensor | None) -> Tensor:
+        policy, tokens, rows = group.policy, context.tokens, group.rows
+        start, stop = candidate_range(tokens, policy, _sealed_tokens(tokens, policy.local))
+        free = group.k - (tokens - (stop - start))
+        count = min(stop - start, free)
+        best = select(approximate, min(stop - start, int(free * policy.rerank)), policy, (start, stop))
+        if best.shape[-1] > count:
+            best = self._rerank(group, context, best, count, stop)
+        self.counts.rows[rows] += (distinct_rows(best, tokens) + (tokens - (stop - start))).sum(-1)
+        fetched, mask = (best, None) if policy.attend == "own" else union_of_group(best)
+        kept_keys, kept_values = context.kept(rows, start, stop)
+        keys, values = context.gather_keys(rows, fetched, stop), context.gather_values(rows, fetched, stop)
+        output = attend_selected(context.query[rows], (keys, values), (kept_keys, kept_values), context.scaling, mask)
+        if coverage is not None:
             # SparQ's temperature sharpens scores that saw only part of the query's mass.
-            temperature = (query.shape[-1] * coverage[group.rows].clamp_min(1e-6)).sqrt().unsqueeze(-1)
+            temperature = (output.shape[-1] * coverage[rows].clamp_min(1e-6)).sqrt().unsqueeze(-1)
             weights = (approximate / temperature).softmax(-1)
-            chosen = weights.gather(-1, indices).sum(-1, keepdim=True)
-            output = chosen * output + (1 - chosen) * context.mean_value(group.rows).unsqueeze(-2)
+            missed = weights[..., start:stop].sum(-1, keepdim=True) - weights.gather(-1, best).sum(-1, keepdim=True)
+            output = (1 - missed) * output + missed * context.mean_value(rows).unsqueeze(-2)
         return output
 
-    def _rerank(self, group: _SelectGroup, context: _Context, indices: Tensor, query: Tensor, sealed: int) -> Tensor:
-        """Rescore the candidates with their own keys and keep the best; the always-kept tokens stand last."""
-        start, stop = candidate_range(context.tokens, group.policy, sealed)
-        kept = context.tokens - (stop - start)
-        found = indices.shape[-1] - kept
+    def _rerank(self, group: _SelectGroup, context: _Context, candidates: Tensor, count: int, stop: int) -> Tensor:
+        """Rescore the candidates with their own keys and keep the best."""
         # Ascending, so that of equal scores the lower token is kept.
-        candidates, always = indices[..., :found].sort(-1).values, indices[..., found:]
-        keys, _ = context.gather(group.rows, candidates, values=False)
-        exact = (keys.float() @ query.float().unsqueeze(-1)).squeeze(-1)
-        if group.policy.share != "head":
-            exact = (exact.sum(-2, keepdim=True) if group.policy.share == "group_sum" else exact.amax(-2, keepdim=True)).expand_as(exact)
-        best = candidates.gather(-1, top_indices(exact, min(group.k - kept, found)))
-        indices = torch.cat([best, always], dim=-1)
-        everything = torch.cat([candidates, always], dim=-1)
-        extra = distinct_rows(everything, context.tokens) - distinct_rows(indices, context.tokens)
-        self.candidates[group.rows] += extra.sum(-1)
-        return indices
+        candidates = candidates.sort(-1).values
+        keys = context.gather_keys(group.rows, candidates, stop)
+        exact = (keys.float() @ context.query[group.rows].float().unsqueeze(-1)).squeeze(-1)
+        best = candidates.gather(-1, top_indices(share_scores(exact, group.policy), count))
+        extra = distinct_rows(candidates, context.tokens) - distinct_rows(best, context.tokens)
+        self.counts.candidates[group.rows] += extra.sum(-1)
+        return best
 
-    def _attend_densely(self, context: _Context, rows: Tensor, output: Tensor) -> None:
+    def _attend_densely(self, context: _Context, rows: Rows, output: Tensor) -> None:
         output[rows] = attend_everything(
             context.query[rows], context.layer.keys, context.layer.values, context.keys[rows], context.values[rows], context.scaling
         )
-        self.rows[rows] += context.tokens * self.facts.kv_heads
+        self.counts.rows[rows] += context.tokens * self.facts.kv_heads
 
 
 class _Context:
@@ -231,34 +270,78 @@ class _Context:
         self.prefix_tokens = layer.keys.shape[1]
         self.tokens = self.prefix_tokens + keys.shape[2]
 
-    def key_range(self, rows: Tensor, start: int, stop: int) -> Tensor:
+    def key_range(self, rows: Rows, start: int, stop: int) -> Tensor:
         """Keys of tokens ``[start, stop)``, ``[R, H, stop - start, D]``."""
-        n = self.prefix_tokens
-        shared = self.layer.keys[:, min(start, n) : min(stop, n)]
-        own = self.keys[rows, :, max(start - n, 0) : max(stop - n, 0)]
-        return torch.cat([shared.expand(len(rows), -1, -1, -1), own], dim=2)
+        return self._range(self.layer.keys, self.keys[rows], start, stop)
 
-    def exact_scores(self, rows: Tensor, start: int) -> Tensor:
+    def exact_scores(self, rows: Rows, start: int) -> Tensor:
         """fp32 scores of all tokens from ``start`` on, ``[R, H, G, tokens - start]``."""
         return self.query[rows].float() @ self.key_range(rows, start, self.tokens).float().transpose(-1, -2)
 
-    def gather(self, rows: Tensor, indices: Tensor, *, values: bool = True) -> tuple[Tensor, Tensor]:
-        """K and V rows ``[R, H, G, k, D]`` of the given tokens; without ``values`` both are the keys."""
-        keys = self._rows(self.layer.keys, self.keys, rows, indices)
-        return keys, self._rows(self.layer.values, self.values, rows, indices) if values else keys
+    def kept(self, rows: Rows, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of the sink ``[0, start)`` and the window ``[stop, tokens)``, ``[R, H, c, D]``."""
+        pairs = ((self.layer.keys, self.keys[rows]), (self.layer.values, self.values[rows]))
+        keys, values = (
+            torch.cat([self._range(shared, own, 0, start), self._range(shared, own, stop, self.tokens)], dim=2) for shared, own in pairs
+        )
+        return keys, values
 
-    def mean_value(self, rows: Tensor) -> Tensor:
+    def gather_keys(self, rows: Rows, indices: Tensor, stop: int) -> Tensor:
+        """Keys ``[R, H, G, m, D]`` of the given tokens, all of them below ``stop``."""
+        return self._gather(self.layer.keys, self.keys[rows], indices, stop)
+
+    def gather_values(self, rows: Rows, indices: Tensor, stop: int) -> Tensor:
+        """Values ``[R, H, G, m, D]`` of the given tokens, all of them below ``stop``."""
+        return self._gather(self.layer.values, self.values[rows], indices, stop)
+
+    def mean_value(self, rows: Rows) -> Tensor:
         """The mean of all values so far, fp32 ``[R, H, D]``."""
         return (self.layer.value_sum + self.values[rows].float().sum(2)) / self.tokens
 
-    def _rows(self, shared: Tensor, own: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-        heads, n, channels = shared.shape
-        head = torch.arange(heads, device=indices.device).view(1, -1, 1, 1)
-        flat = (indices.clamp_max(n - 1) + head * n).flatten()
-        out = shared.reshape(heads * n, channels).index_select(0, flat).view(*indices.shape, channels)
-        late = (indices >= n).nonzero(as_tuple=True)
-        out[late] = own[rows[late[0]], late[1], indices[late] - n]
-        return out
+    def _range(self, shared: Tensor, own: Tensor, start: int, stop: int) -> Tensor:
+        n = self.prefix_tokens
+        of_prefix = shared[:, min(start, n) : min(stop, n)].expand(len(own), -1, -1, -1)
+        return of_prefix if stop <= n else torch.cat([of_prefix, own[:, :, max(start - n, 0) : stop - n]], dim=2)
+
+    def _gather(self, shared: Tensor, own: Tensor, indices: Tensor, stop: int) -> Tensor:
+        n, heads = self.prefix_tokens, shared.shape[0]
+        head = torch.arange(heads, device=indices.device).view(-1, 1, 1)
+        if stop <= n:
+            return _rows_at(shared, indices + head * n)
+        of_prefix = _rows_at(shared, indices.clamp_max(n - 1) + head * n)
+        row = torch.arange(len(own), device=indices.device).view(-1, 1, 1, 1)
+        of_tail = _rows_at(own, (indices - n).clamp_min(0) + (row * heads + head) * own.shape[2])
+        return torch.where((indices < n).unsqueeze(-1), of_prefix, of_tail)
+
+
+def batch_order(branches: Sequence[Branch], facts: ModelFacts) -> list[int]:
+    """The order of rows in which those that scan one store, and in it those of one method, are consecutive."""
+    stores: dict[Any, int] = {}
+    specs: dict[MethodSpec, int] = {}
+    for branch in branches:
+        stores.setdefault(_scan_key(branch, facts), len(stores))
+        specs.setdefault(branch.spec, len(specs))
+    return sorted(range(len(branches)), key=lambda row: (stores[_scan_key(branches[row], facts)], specs[branches[row].spec]))
+
+
+def _scan_key(branch: Branch, facts: ModelFacts) -> tuple[StoreSpec | None, Policy | None]:
+    return branch.spec.method.store(facts), None if branch.k is None else _scan_policy(branch.spec.policy)
+
+
+def _scan_policy(policy: Policy) -> Policy:
+    """What of a policy matters to a scan: the window decides what is sealed, and dense layers are not scanned."""
+    return Policy(local=policy.local, dense_layers=policy.dense_layers)
+
+
+def _as_rows(rows: Sequence[int], device: torch.device) -> Rows:
+    if rows and list(rows) == list(range(rows[0], rows[-1] + 1)):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _rows_at(rows: Tensor, flat: Tensor) -> Tensor:
+    """Rows of ``[…, D]`` by their number over all leading dimensions: ``flat […]`` to ``[…, D]``."""
+    return rows.reshape(-1, rows.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, rows.shape[-1])
 
 
 def _sealed_tokens(tokens: int, local: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -56,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
             raise UserError(f"unknown command '{arguments[0]}'; {did_you_mean(arguments[0], COMMANDS)}")
         args = parser.parse_args(arguments)
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of the pipe has left (`… | head`); what Python still holds for it must not raise at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from fathom_eval.branches import Branch, BranchBatch
+from fathom_eval.branches import Branch, BranchBatch, batch_order
 from fathom_eval.compat import cache_argument
 from fathom_eval.errors import UserError
 from fathom_eval.prefill import Prefix, use_attention
@@ -85,7 +85,8 @@ def decode(
             f"{prefix.tokens + 1} prompt tokens and {max_new_tokens} to generate exceed the {facts.max_positions} that {facts.name} holds"
         )
     use_attention(loaded)
-    batch = BranchBatch(prefix, branches, facts)
+    order = batch_order(branches, facts)
+    batch = BranchBatch(prefix, [branches[row] for row in order], facts)
     rows = len(branches)
     cache: Cache = _TailCache(prefix.tokens)
     ends = torch.tensor(facts.eos_token_ids, device=model.device, dtype=torch.int64)
@@ -118,22 +119,24 @@ def decode(
         if all(count is not None for count in counted):
             break
     generated = torch.cat(tokens, dim=-1).tolist()
-    return [
-        BranchResult(branch, tuple(generated[row][: lengths[row]]), finish[row], errors[row], **(counted[row] or {}))
-        for row, branch in enumerate(branches)
-    ]
+    results: list[BranchResult | None] = [None] * rows
+    for row, given in enumerate(order):
+        ids = tuple(generated[row][: lengths[row]])
+        results[given] = BranchResult(branches[given], ids, finish[row], errors[row], **(counted[row] or {}))
+    return [result for result in results if result is not None]
 
 
 def _counts(batch: BranchBatch, row: int, steps: int) -> dict[str, Any]:
     """A branch's counters as means, taken at its last step: rows that have finished are carried along but not counted."""
-    scanned = int(batch.scan_tokens[row])
+    counts = batch.counts
+    scanned = int(counts.scan_tokens[row])
     attended = batch.facts.layers * batch.facts.kv_heads * steps
     return {
         "steps": steps,
-        "fired": int(batch.fired[row]),
-        "bits": int(batch.scan_bits[row]) / scanned if scanned else None,
-        "declared_bits": float(batch.declared_bits[row]) / scanned if scanned else None,
-        "channels": int(batch.channels[row]) / attended if scanned else None,
-        "rows": int(batch.rows[row]) / attended,
-        "candidate_rows": int(batch.candidates[row]) / attended,
+        "fired": int(counts.fired[row]),
+        "bits": int(counts.scan_bits[row]) / scanned if scanned else None,
+        "declared_bits": float(counts.declared_bits[row]) / scanned if scanned else None,
+        "channels": int(counts.channels[row]) / attended if scanned else None,
+        "rows": int(counts.rows[row]) / attended,
+        "candidate_rows": int(counts.candidates[row]) / attended,
     }

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 SEGMENT_BLOCKS = 512
 """Blocks of one segment (32k tokens): one plane of one channel of a full segment is a contiguous run of 4 KB."""
 
-DECODED_LIMIT = 32 * 2**20
-"""Bytes up to which a segment keeps its planes decoded beside the packed words, since a CPU is slow at bits."""
+DECODED_LIMIT = 80 * 2**20
+"""Bytes up to which a segment keeps its planes decoded beside the packed words, since unpacking bits takes longer than scoring."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class _Segment:
     def room(self) -> int:
         return self.scales.shape[-1] - self.blocks
 
+    @property
+    def bytes(self) -> int:
+        return self.planes.nbytes + self.scales.nbytes + (self.decoded.nbytes if self.decoded is not None else 0)
+
     def write(self, planes: Tensor, scales: Tensor) -> None:
         end = self.blocks + scales.shape[-1]
         self.planes[..., self.blocks : end] = planes
@@ -67,7 +71,8 @@ class _Segment:
         bits = unpack_plane(self.planes[..., plane, : self.blocks])
         step = self.scales[..., : self.blocks].float() * 2.0 ** -(plane + 1)
         signs = bits.unflatten(-1, (-1, BLOCK)).float() * 2 - 1
-        return (signs * step.unsqueeze(-1)).flatten(-2)
+        values: Tensor = signs * step.unsqueeze(-1)
+        return values.flatten(-2)
 
 
 class PlaneStore(Store):
@@ -98,6 +103,10 @@ class PlaneStore(Store):
         self._device = torch.device(device)
         self._segment_blocks = segment_blocks
         self.segments: list[_Segment] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(segment.bytes for segment in self.segments)
 
     def append(self, keys: Tensor) -> None:
         if self._basis is not None:
@@ -179,4 +188,4 @@ def _batched_scores(queries: Tensor, values: Tensor) -> Tensor:
         return queries @ values
     rows, heads, group, channels = queries.shape
     folded = queries.transpose(0, 1).reshape(heads, rows * group, channels) @ values
-    return folded.unflatten(1, (rows, group)).transpose(0, 1)
+    return folded.view(heads, rows, group, -1).transpose(0, 1)

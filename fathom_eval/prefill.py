@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class PrefixLayer:
             self._stores[spec, tokens] = spec.build(self, tokens)
         return self._stores[spec, tokens]
 
+    @property
+    def store_bytes(self) -> int:
+        """Size of the stores built so far."""
+        return sum(store.bytes for store in self._stores.values())
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -75,7 +80,12 @@ class Prefix:
     @property
     def bytes(self) -> int:
         """Size of the K/V."""
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    @property
+    def store_bytes(self) -> int:
+        """Size of the stores built so far."""
+        return sum(layer.store_bytes for layer in self.layers)
 
     def checksum(self) -> str:
         """sha256 of all K/V: equal before and after the branches, since none may write."""
@@ -95,9 +105,7 @@ class _QueryObserver:
 
 
 @torch.inference_mode()
-def prefill(
-    loaded: LoadedModel, token_ids: Sequence[int], *, chunk: int = CHUNK, progress: Callable[[int], None] | None = None
-) -> Prefix:
+def prefill(loaded: LoadedModel, token_ids: Sequence[int], *, chunk: int = CHUNK, progress: Callable[[int], None] | None = None) -> Prefix:
     """Run the model densely over a prompt and keep its K/V.
 
     Args:
@@ -132,9 +140,9 @@ def prefill(
             progress(stop)
     if observer.statistics[0].count == 0:
         raise UserError(f"{facts.name} does not use transformers' attention interface, so no method can run in it")
+    held: list[Any] = cache.layers
     layers = tuple(
-        PrefixLayer(layer.keys[0], layer.values[0], statistics)
-        for layer, statistics in zip(cache.layers, observer.statistics, strict=True)
+        PrefixLayer(layer.keys[0], layer.values[0], statistics) for layer, statistics in zip(held, observer.statistics, strict=True)
     )
     for number, layer in enumerate(layers):
         finite = torch.isfinite(layer.keys).all(-1).all(-1)

@@ -62,6 +62,8 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
     """
     if count == scores.shape[-1]:
         return torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
+    if count == 0:
+        return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
     values, indices = scores.topk(count + 1, dim=-1)
     tied = values[..., -1:] == values[..., -2:-1]
     if not tied.any():
@@ -73,44 +75,41 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
     return kept.nonzero()[:, -1].view(*scores.shape[:-1], count)
 
 
-def select(scores: Tensor, k: int, policy: Policy, *, sealed: int) -> Tensor:
-    """The selected set of every query head before reranking: sink, local window and the best of the rest.
+def candidate_range(tokens: int, policy: Policy, sealed: int) -> tuple[int, int]:
+    """The tokens ``[start, stop)`` that compete for selection. The sink before them and the window after them are always kept.
 
     Args:
-        scores: fp32 ``[R, H, G, N]`` for all N tokens up to the current one.
-        k: Size of the set, above ``policy.sink + policy.local``.
-        sealed: Tokens in sealed blocks (only ``keep_tail`` needs it).
-
-    Returns:
-        int64 ``[R, H, G, min(k, N)]`` (more with ``rerank``: ``k - kept`` candidates grow by that factor). The always-kept tokens
-        stand last.
+        tokens: All tokens up to the current one.
+        sealed: Those in sealed blocks (only ``keep_tail`` needs it).
     """
-    tokens = scores.shape[-1]
-    if k >= tokens:
-        return torch.arange(tokens, device=scores.device).expand(*scores.shape[:-1], tokens)
-    start, stop = candidate_range(tokens, policy, sealed)
-    if policy.share != "head":
-        shared = scores.sum(-2, keepdim=True) if policy.share == "group_sum" else scores.amax(-2, keepdim=True)
-        scores = shared.expand_as(scores)
-    best = top_indices(scores[..., start:stop], candidate_count(tokens, k, policy, sealed)) + start
-    kept = torch.cat([torch.arange(start, device=scores.device), torch.arange(stop, tokens, device=scores.device)])
-    return torch.cat([best, kept.expand(*best.shape[:-1], -1)], dim=-1)
-
-
-def candidate_range(tokens: int, policy: Policy, sealed: int) -> tuple[int, int]:
-    """The tokens that compete for selection: ``[start, stop)``."""
     stop = tokens - policy.local
     if policy.keep_tail:
         stop = min(stop, sealed)
-    start = min(policy.sink, max(stop, 0))
-    return start, max(stop, start)
+    stop = max(stop, 0)
+    return min(policy.sink, stop), stop
 
 
-def candidate_count(tokens: int, k: int, policy: Policy, sealed: int) -> int:
-    """Candidates that :func:`select` returns: k less the always-kept tokens, times the rerank factor."""
-    start, stop = candidate_range(tokens, policy, sealed)
-    free = k - (tokens - (stop - start))
-    return min(stop - start, int(free * policy.rerank))
+def select(scores: Tensor, count: int, policy: Policy, candidates: tuple[int, int]) -> Tensor:
+    """The best candidates of every query head.
+
+    Args:
+        scores: fp32 ``[R, H, G, N]`` for all N tokens up to the current one.
+        count: How many of them to take; at most as many as compete.
+        candidates: From :func:`candidate_range`.
+
+    Returns:
+        Token indices, int64 ``[R, H, G, count]``, in no particular order.
+    """
+    start, stop = candidates
+    return top_indices(share_scores(scores[..., start:stop], policy), count) + start
+
+
+def share_scores(scores: Tensor, policy: Policy) -> Tensor:
+    """The scores that each head selects by: its own, or one set of the group's for all of its heads."""
+    if policy.share == "head":
+        return scores
+    shared = scores.sum(-2, keepdim=True) if policy.share == "group_sum" else scores.amax(-2, keepdim=True)
+    return shared.expand_as(scores)
 
 
 def union_of_group(indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,6 +129,6 @@ def union_of_group(indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distinct_rows(indices: Tensor, tokens: int) -> Tensor:
-    """How many distinct K/V rows a group's selected sets need, int64 ``[R, H]`` (k∪ of paper Eq. 1)."""
+    """How many distinct tokens the sets of a group hold, int64 ``[R, H]`` (k∪ of paper Eq. 1)."""
     seen = torch.zeros(*indices.shape[:2], tokens, dtype=torch.bool, device=indices.device)
     return seen.scatter_(-1, indices.flatten(-2), True).sum(-1)

@@ -24,6 +24,11 @@ class Store(ABC):
 
     tokens: int = 0
 
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Memory that the store takes beside the model's own keys."""
+
     @abstractmethod
     def append(self, keys: Tensor) -> None:
         """Seal keys ``[…, 64·b, D]``. Nothing that was sealed before changes."""
@@ -81,6 +86,10 @@ class ExactStore(Store):
         self._keys = keys
         self.tokens = keys.shape[-2]
 
+    @property
+    def bytes(self) -> int:
+        return 0
+
     def append(self, keys: Tensor) -> None:
         self._keys = torch.cat([self._keys, keys], dim=-2)
         self.tokens = self._keys.shape[-2]
@@ -115,6 +124,10 @@ class LandmarkStore(Store):
     def __init__(self, keys: Tensor, size: int) -> None:
         self._size = size
         self._landmarks = keys.to(torch.float16)
+
+    @property
+    def bytes(self) -> int:
+        return self._landmarks.nbytes
 
     def append(self, keys: Tensor) -> None:
         means = keys.float().unflatten(-2, (-1, self._size)).mean(-2).to(torch.float16)

@@ -17,6 +17,7 @@ from fathom_eval.methods import PAPER, MethodSpec, parse_method, parse_methods, 
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.planes import PlaneSpec, PlaneStore
 from fathom_eval.prefill import Prefix, PrefixLayer, prefill
+from fathom_eval.ruler import all_branches
 from fathom_eval.selection import Policy
 from tests.tiny import tiny_model
 
@@ -62,13 +63,13 @@ def test_counted_bits_equal_the_declared_and_the_output_is_attention_over_k_toke
     output = batch.attend(0, query, keys, values, head_dim**-0.5)
     assert output.shape == query.shape
     assert torch.isfinite(output).all()
-    assert batch.fired.tolist() == [1, 1]
+    assert batch.counts.fired.tolist() == [1, 1]
     sealed = (tokens + 1 - 32) // 64 * 64
-    assert batch.scan_tokens.tolist() == [2 * sealed, 2 * sealed]
-    torch.testing.assert_close(batch.scan_bits.double(), batch.declared_bits, rtol=0, atol=0)
-    assert (batch.scan_bits > 0).all()
-    assert (batch.rows >= 2 * torch.tensor([60, 90])).all()
-    assert (batch.rows <= 2 * group * torch.tensor([60, 90])).all()
+    assert batch.counts.scan_tokens.tolist() == [2 * sealed, 2 * sealed]
+    torch.testing.assert_close(batch.counts.scan_bits.double(), batch.counts.declared_bits, rtol=0, atol=0)
+    assert (batch.counts.scan_bits > 0).all()
+    assert (batch.counts.rows >= 2 * torch.tensor([60, 90])).all()
+    assert (batch.counts.rows <= 2 * group * torch.tensor([60, 90])).all()
     assert prefix.checksum() == before
 
 
@@ -110,7 +111,10 @@ def test_nothing_that_is_not_counted_can_reach_a_score(text: str) -> None:
     assert reads.scale_bits.tolist() == ((plan > 0).sum(-1) * 4 * 16).tolist()
 
 
-@pytest.mark.parametrize("text", ["full", "fathom:budget=512:basis=klt", "fathom:budget=512:basis=raw", "loki:r=D", "landmark:size=1", "exact"])
+FULL_DEPTH = ("full", "fathom:budget=512:basis=klt", "fathom:budget=512:basis=raw", "loki:r=D", "landmark:size=1", "exact")
+
+
+@pytest.mark.parametrize("text", FULL_DEPTH)
 def test_a_key_scores_alike_before_and_after_its_block_is_sealed(text: str) -> None:
     """At full depth the scores of a block differ from the exact ones only by quantisation, in shared and in a branch's own blocks."""
     spec, facts = parse_method(text), facts_of(3, 64)
@@ -144,8 +148,8 @@ def test_sealing_in_a_branch_changes_nothing_but_quantisation(text: str) -> None
     keys, values = layer.keys[None, :, 300:400], layer.values[None, :, 300:400]
     batch.attend(0, query, keys, values, 0.1)
     # 400 tokens less the local window are five whole blocks, of which the prefix had sealed four.
-    assert batch.scan_tokens.item() == 2 * 320
-    assert batch.scan_bits.double().item() == batch.declared_bits.item()
+    assert batch.counts.scan_tokens.item() == 2 * 320
+    assert batch.counts.scan_bits.double().item() == batch.counts.declared_bits.item()
 
 
 def test_full_four_bit_scan_nearly_selects_what_the_oracle_does() -> None:
@@ -180,7 +184,7 @@ def prompt(tiny: LoadedModel, tokens: int) -> list[int]:
 
 
 def generate(tiny: LoadedModel, ids: list[int], new_tokens: int) -> list[int]:
-    """transformers' own greedy generation."""
+    """Greedy generation by transformers itself."""
     tiny.model.set_attn_implementation("sdpa")
     inputs = torch.tensor([ids])
     output = tiny.model.generate(
@@ -208,7 +212,8 @@ def test_every_method_alone_generates_what_it_does_in_lock_step(tiny: LoadedMode
     """100 new tokens, so that blocks are sealed on the way; the prefix is the same before and after."""
     prefix = prefill(tiny, prompt(tiny, 230))
     before = prefix.checksum()
-    branches = [Branch(spec, k) for spec in parse_methods("paper,sparq:reallocate=true,full:attend=union") for k in (60, 90)]
+    specs = parse_methods("paper,sparq:reallocate=true,full:attend=union,loki:share=group_sum,sparq:rerank=2")
+    branches = list(all_branches(specs, (60, 90), tiny.facts))
     together = decode(tiny, prefix, branches, 100)
     for branch, result in zip(branches, together, strict=True):
         [alone] = decode(tiny, prefix, [branch], 100)
@@ -222,12 +227,14 @@ def test_every_method_alone_generates_what_it_does_in_lock_step(tiny: LoadedMode
 
 def test_k_of_all_tokens_generates_what_dense_does(tiny: LoadedModel) -> None:
     prefix = prefill(tiny, prompt(tiny, 230))
-    branches = [Branch(spec, None if spec.method.name == "dense" else 1000) for spec in parse_methods("paper")]
-    results = decode(tiny, prefix, branches, 60)
+    results = decode(tiny, prefix, all_branches(parse_methods("paper"), (1000,), tiny.facts), 60)
     assert {result.token_ids for result in results} == {results[0].token_ids}
 
 
-@pytest.mark.parametrize("switch", ["share=group_sum", "share=group_max", "reallocate=true", "rerank=2", "attend=union", "keep_tail=true", "dense_layers=0+2"])
+SWITCHES = ("share=group_sum", "share=group_max", "reallocate=true", "rerank=2", "attend=union", "keep_tail=true", "dense_layers=0+2")
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_changes_what_is_computed_and_runs_with_any_method(tiny: LoadedModel, switch: str) -> None:
     """A switch that does nothing, without a word, is a known trap."""
     prefix = prefill(tiny, prompt(tiny, 300))
@@ -249,8 +256,8 @@ def test_rerank_with_enough_candidates_is_the_oracle(tiny: LoadedModel) -> None:
     torch.testing.assert_close(output[1], output[0])
     errors = (output - output[0]).norm(dim=-1).mean((-1, -2))
     assert errors[2] < errors[3]
-    assert batch.candidates[0] == batch.candidates[3] == 0
-    assert 0 < batch.candidates[2] < batch.candidates[1]
+    assert batch.counts.candidates[0] == batch.counts.candidates[3] == 0
+    assert 0 < batch.counts.candidates[2] < batch.counts.candidates[1]
 
 
 def test_reallocation_gives_the_unselected_mass_to_the_mean_value(tiny: LoadedModel) -> None:

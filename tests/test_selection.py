@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom_eval.errors import UserError
-from fathom_eval.selection import Policy, distinct_rows, select, top_indices, union_of_group
+from fathom_eval.selection import Policy, candidate_range, distinct_rows, select, top_indices, union_of_group
 
 
 def by_sorting(row: list[float], count: int) -> list[int]:
@@ -24,54 +24,40 @@ def scores(tokens: int = 100, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, 3, 4, tokens, generator=torch.Generator().manual_seed(seed))
 
 
-def test_sink_and_local_are_kept_and_do_not_compete() -> None:
+def test_sink_and_local_do_not_compete() -> None:
     values = scores()
     values[..., :4] = 1e6  # sinks that would win anyway must not use up a candidate's place
-    indices = select(values, 50, Policy(), sealed=64)
-    assert indices.shape == (2, 3, 4, 50)
-    for row in indices.flatten(0, -2).tolist():
-        assert len(set(row)) == 50
-        assert {0, 1, 2, 3, *range(68, 100)} <= set(row)
+    candidates = candidate_range(100, Policy(), sealed=64)
+    assert candidates == (4, 68)
+    indices = select(values, 14, Policy(), candidates)
+    assert indices.min() >= 4
+    assert indices.max() < 68
     expected = top_indices(values[..., 4:68], 14) + 4
-    assert torch.equal(indices[..., :14].sort(-1).values, expected.sort(-1).values)
+    assert torch.equal(indices.sort(-1).values, expected.sort(-1).values)
 
 
-@pytest.mark.parametrize("k", [100, 101, 5000])
-def test_k_of_all_tokens_or_more_selects_everything(k: int) -> None:
-    assert select(scores(), k, Policy(), sealed=64)[1, 2, 3].tolist() == list(range(100))
+@pytest.mark.parametrize(("tokens", "expected"), [(20, (0, 0)), (33, (1, 1)), (36, (4, 4)), (38, (4, 6)), (100, (4, 68))])
+def test_context_shorter_than_the_window(tokens: int, expected: tuple[int, int]) -> None:
+    assert candidate_range(tokens, Policy(), sealed=0) == expected
 
 
-def test_context_shorter_than_the_window() -> None:
-    assert select(scores(20), 37, Policy(), sealed=0)[0, 0, 0].tolist() == list(range(20))
-    indices = select(scores(38), 37, Policy(), sealed=0)
-    assert indices.shape[-1] == 37
-    assert {0, 1, 2, 3, *range(6, 38)} <= set(indices[0, 0, 0].tolist())
+def test_keep_tail_takes_unsealed_tokens_out_of_the_contest() -> None:
+    assert candidate_range(200, Policy(keep_tail=True), sealed=128) == (4, 128)
+    assert candidate_range(200, Policy(), sealed=128) == (4, 168)
 
 
 @pytest.mark.parametrize("share", ["group_sum", "group_max"])
 def test_a_shared_set_is_one_for_the_group_and_ranks_by_the_groups_scores(share: str) -> None:
     values = scores()
-    indices = select(values, 40, Policy(share=share), sealed=64)  # type: ignore[arg-type]
+    indices = select(values, 4, Policy(share=share), (4, 68))  # type: ignore[arg-type]
     pooled = values.sum(2) if share == "group_sum" else values.amax(2)
     expected = (top_indices(pooled[..., 4:68], 4) + 4).sort(-1).values
     for head in range(4):
-        assert torch.equal(indices[:, :, head, :4].sort(-1).values, expected)
-
-
-def test_keep_tail_takes_unsealed_tokens_out_of_the_contest() -> None:
-    indices = select(scores(200), 120, Policy(keep_tail=True), sealed=128)
-    for row in indices.flatten(0, -2).tolist():
-        assert {0, 1, 2, 3, *range(128, 200)} <= set(row)
-        assert len(set(row)) == 120
-
-
-def test_rerank_widens_the_candidates() -> None:
-    assert select(scores(), 40, Policy(rerank=2.5), sealed=64).shape[-1] == 36 + 10
-    assert select(scores(), 60, Policy(rerank=9), sealed=64).shape[-1] == 100
+        assert torch.equal(indices[:, :, head].sort(-1).values, expected)
 
 
 def test_union_holds_every_index_of_the_group_once() -> None:
-    indices = select(scores(), 50, Policy(), sealed=64)
+    indices = select(scores(), 14, Policy(), (4, 68))
     union, mask = union_of_group(indices)
     for row in range(2):
         for head in range(3):

@@ -41,7 +41,8 @@ class DoubleSparsity(Method):
         return top_channels(importance, channel_count(self.c, facts.head_dim, "double_sparsity: c")) * 4
 
     def plan(self, query: Tensor, index: Any) -> Tensor | None:
-        return index.expand(query.shape[0], -1, -1)
+        depths: Tensor = index
+        return depths.expand(query.shape[0], -1, -1)
 
     def typical_bits(self, head_dim: int) -> str:
         return f"{4.25 * channel_count(self.c, head_dim, 'double_sparsity: c'):g}"

@@ -42,7 +42,8 @@ class Loki(Method):
         return top_channels(basis.variance * energy, channel_count(self.r, facts.head_dim, "loki: r")) * 4
 
     def plan(self, query: Tensor, index: Any) -> Tensor | None:
-        return index.expand(query.shape[0], -1, -1)
+        depths: Tensor = index
+        return depths.expand(query.shape[0], -1, -1)
 
     def typical_bits(self, head_dim: int) -> str:
         return f"{4.25 * channel_count(self.r, head_dim, 'loki: r'):g}"

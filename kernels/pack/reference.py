@@ -71,7 +71,7 @@ def pack_planes(codes: Tensor, planes: int = 4) -> Tensor:
     shifts = torch.arange(planes - 1, -1, -1, device=codes.device, dtype=torch.uint8).view(-1, 1)
     bits = (codes.unsqueeze(-2) >> shifts) & 1
     # Bytes first: eight times less to move than one 64-bit integer a bit. A word's first byte is its lowest (little-endian).
-    octets = (bits.unflatten(-1, (-1, 8)) << _bit_numbers(codes.device)).sum(-1, dtype=torch.uint8)
+    octets: Tensor = (bits.unflatten(-1, (-1, 8)) << _bit_numbers(codes.device)).sum(-1, dtype=torch.uint8)
     return octets.view(torch.int64)
 
 

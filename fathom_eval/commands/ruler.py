@@ -1,0 +1,205 @@
+"""``fathom-eval ruler``: RULER-style tasks, all methods branched from one dense prefill a sample."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fathom_eval.console import Console
+    from fathom_eval.models import LoadedModel
+    from fathom_eval.run import Run
+    from fathom_eval.tasks.samples import Sample, SampleBuilder
+
+HELP = "Run RULER-style tasks: every method decodes from one dense prefill a sample."
+EXAMPLE = "fathom-eval ruler --context 2048 --k 64,128 --tasks niah_single,vt --limit 8"
+ALL_TASKS = "niah_single,niah_multikey,niah_multivalue,niah_multiquery,vt,fwe"
+# A record with its generation takes about 1 KB; the report's figures and tables a few MB.
+_BYTES_A_RECORD, _BYTES_OF_REPORT = 4096, 20 * 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
+    add("--tasks", default=ALL_TASKS, metavar="A,B", help="default: all six (niah_single … fwe)")
+    add("--methods", default="paper", metavar="A,B", help="names with options, sparq:r=D/4; default: paper (see 'methods')")
+    add("--context", default="2048", metavar="N,N", help="prompt tokens (default: 2048)")
+    add("--k", default="128", metavar="K,K", help="keys a query head attends to (default: 128)")
+    add("--limit", type=int, default=8, metavar="N", help="samples of each task and context (default: 8)")
+    add("--seed", type=int, default=0, metavar="S", help="of the samples (default: 0)")
+    add("--haystack", default="auto", metavar="H", help="wikitext, python-docs, a text file, or auto (default)")
+    add("--decoys", type=int, default=7, metavar="N", help="of niah_multikey (default: 7)")
+    add("--chat-template", action="store_true", help="use the model's chat template")
+    add("--output", "--output_path", "--output-path", metavar="DIR", help="run directory (default: runs/ruler-…); it resumes")
+    add("--batch-size", "--batch_size", type=int, default=64, metavar="N", help="branches decoded in one batch (default: 64)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--revision", help="of a hub model")
+    add("--rope-scaling", metavar="TYPE:F", help="for example yarn:4")
+    add("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    add("--log-samples", "--log_samples", action="store_true", help="keep the prompts under DIR/samples")
+    add("--offline", action="store_true", help="never use the network")
+    add("--json", action="store_true", help="print the summary as JSON")
+    add("--quiet", action="store_true", help="print only where the results are")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything cheap, load the model, measure what is missing, report."""
+    from fathom_eval.console import Console
+    from fathom_eval.methods import parse_methods
+    from fathom_eval.run import Run, check_free_space, default_run_path
+    from fathom_eval.tasks.haystack import load_haystack
+    from fathom_eval.tasks.samples import find_task
+
+    console = Console(quiet=args.quiet, json=args.json)
+    specs = parse_methods(args.methods)
+    tasks = [find_task(name).name for name in dict.fromkeys(_words(args.tasks, "--tasks"))]
+    contexts, k_values = _numbers(args.context, "--context"), _numbers(args.k, "--k")
+    _at_least_one(args.limit, "--limit")
+    _at_least_one(args.batch_size, "--batch-size")
+    for spec in specs:
+        if not spec.method.control or spec.method.name == "exact":
+            for k in k_values:
+                spec.policy.check(k, spec.label)
+    if args.output is not None:
+        Run.check(Path(args.output))
+    haystack = load_haystack(args.haystack, offline=args.offline, say=console.say)
+
+    from fathom_eval.models import load_model
+    from fathom_eval.ruler import all_branches, missing_units, run_identity, versions
+    from fathom_eval.tasks.samples import SampleBuilder
+
+    loaded = load_model(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        offline=args.offline,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        rope_scaling=args.rope_scaling,
+        say=console.say,
+    )
+    facts = loaded.facts
+    for spec in specs:
+        spec.check(facts, k_values)
+    builder = SampleBuilder(loaded.tokenizer, haystack, seed=args.seed, decoys=args.decoys, chat_template=args.chat_template)
+    builder.check(tasks, contexts, facts.max_positions, samples=args.limit)
+    branches = all_branches(specs, k_values, facts)
+    identity = run_identity(facts, builder)
+    path = Path(args.output) if args.output is not None else default_run_path("ruler", facts.name, identity)
+    check_free_space(path, len(branches) * args.limit * len(tasks) * len(contexts) * _BYTES_A_RECORD + _BYTES_OF_REPORT)
+    details = {
+        "kind": "ruler",
+        "model": facts.name,
+        "device": _device_name(facts.device),
+        "dtype": facts.dtype,
+        "haystack": {"name": haystack.name, "origin": haystack.origin},
+        "versions": dict(versions()),
+        "settings": {
+            "tasks": tasks,
+            "context": contexts,
+            "k": k_values,
+            "methods": [spec.label for spec in specs],
+            "limit": args.limit,
+            "seed": args.seed,
+            "decoys": args.decoys,
+            "chat_template": args.chat_template,
+        },
+    }
+    with Run.open(path, identity=identity, details=details) as opened:
+        for problem in opened.problems:
+            console.warn(problem)
+        units = missing_units(opened, tasks, contexts, args.limit, branches)
+        _say_plan(console, opened, len(units), len(branches), loaded, haystack.name)
+        _measure(console, loaded, builder, opened, units, args)
+        return _report(console, opened)
+
+
+def _measure(
+    console: Console, loaded: LoadedModel, builder: SampleBuilder, opened: Run, units: list[Any], args: argparse.Namespace
+) -> None:
+    from fathom_eval.ruler import evaluate
+
+    if not units:
+        return
+    with console.progress(len(units), "samples") as progress:
+        progress.advance(0, note=f"{units[0].task} {units[0].context}")
+        for sample, records in evaluate(loaded, builder, units, args.batch_size):
+            opened.append(records)
+            if args.log_samples:
+                _log_sample(opened.path, sample)
+            following = units[progress.done + 1 : progress.done + 2]
+            progress.advance(note=f"{following[0].task} {following[0].context}" if following else "")
+
+
+def _report(console: Console, opened: Run) -> int:
+    from fathom_eval.reports.build import build_report
+    from fathom_eval.reports.tables import summary_table
+
+    records = opened.records()
+    files = build_report([opened.path], opened.path / "report")
+    failed = sum(record["finish"] == "error" for record in records)
+    if failed:
+        console.warn(f"{failed} of {len(records)} branches failed; the report lists them")
+    table = summary_table(records)
+    console.table(table, title="score of each method (bits: scan bits per token, KV head and layer)")
+    console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": table.to_dict(orient="records")})
+    console.result(opened.path, "run")
+    console.result(files.csv, "csv")
+    console.result(files.html, "html")
+    return 0
+
+
+def _say_plan(console: Console, opened: Run, units: int, branches: int, loaded: LoadedModel, haystack: str) -> None:
+    facts = loaded.facts
+    done = len(opened)
+    kept = f"; {done} records are there already" if done else ""
+    console.say(
+        f"{facts.name} ({facts.dtype}, {facts.device}), haystack {haystack}: {units} samples to do, up to {branches} branches each{kept}"
+    )
+
+
+def _log_sample(path: Path, sample: Sample) -> None:
+    folder = path / "samples"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{sample.task}-{sample.context}-{sample.index}.txt").write_text(sample.prompt, encoding="utf-8")
+
+
+def _words(text: str, flag: str) -> list[str]:
+    from fathom_eval.errors import UserError
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise UserError(f"{flag} is empty")
+    return words
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    from fathom_eval.errors import UserError
+
+    numbers = []
+    for word in _words(text, flag):
+        if not word.isdecimal() or int(word) < 1:
+            raise UserError(f"{flag}: '{word}' is not a whole number of at least 1")
+        numbers.append(int(word))
+    return sorted(set(numbers))
+
+
+def _at_least_one(value: int, flag: str) -> None:
+    from fathom_eval.errors import UserError
+
+    if value < 1:
+        raise UserError(f"{flag} {value} must be at least 1")
+
+
+def _device_name(device: str) -> str:
+    import os
+    import platform
+
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"
