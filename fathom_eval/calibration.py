@@ -49,7 +49,8 @@ class KeyStatistics:
     @cached_property
     def variance(self) -> Tensor:
         """Variance of every channel with n - 1 in the denominator, fp32 ``[H, D]``."""
-        return self._keys.float().var(-2, correction=1)
+        centred = self._keys.float() - self.mean.unsqueeze(-2)
+        return centred.square_().sum(-2) / (centred.shape[-2] - 1)  # an order faster than torch.var over this dimension
 
     @cached_property
     def basis(self) -> Basis:

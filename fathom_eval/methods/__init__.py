@@ -53,7 +53,10 @@ def registry() -> dict[str, type[Method]]:
     """All methods by name: the built-in ones and those that installed packages give in the group ``fathom_eval.methods``."""
     methods = {method.name: method for method in BUILT_IN}
     for entry in entry_points(group="fathom_eval.methods"):
-        method = entry.load()
+        try:
+            method = entry.load()
+        except Exception as error:
+            raise UserError(f"the method plug-in '{entry.name}' ({entry.value}) cannot be loaded: {error}") from error
         if not (isinstance(method, type) and issubclass(method, Method)):
             raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
         if method.name in methods:
