@@ -51,13 +51,13 @@ def test_the_example_of_the_guide_runs_from_another_package(
     [result] = decode(tiny, prefix, [Branch(spec, 60)], 5)
     assert result.bits == result.declared_bits == 4 * 4.25
     assert result.fired == result.steps * 2
-    with pytest.raises(UserError, match="must lie in 1..16"):
+    with pytest.raises(UserError, match=r"must lie in 1\.\.16"):
         parse_method("weighted_channels:r=17").check(tiny.facts, [60])
 
 
 def test_an_entry_point_that_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "Broken = 3\n", "broken = your_package:Broken")
-    with pytest.raises(UserError, match="'broken' of group fathom_eval.methods is not a subclass of Method"):
+    with pytest.raises(UserError, match=r"'broken' of group fathom_eval\.methods is not a subclass of Method"):
         registry()
 
 
@@ -69,5 +69,5 @@ def test_an_entry_point_cannot_replace_a_built_in_method(tmp_path: Path, monkeyp
 
 def test_an_entry_point_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "import no_such_module\n", "broken = your_package:Broken")
-    with pytest.raises(UserError, match="plug-in 'broken' .*cannot be loaded: No module named 'no_such_module'"):
+    with pytest.raises(UserError, match=r"plug-in 'broken' .*cannot be loaded: No module named 'no_such_module'"):
         registry()
