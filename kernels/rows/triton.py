@@ -1,0 +1,190 @@
+"""Union of a group's selections and the fetch of its rows on the GPU."""
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fathom_eval.kernels.rows import GroupRows
+from fathom_eval.kernels.segments import SegmentTable
+
+ROWS = 16
+"""Rows that one program fetches."""
+
+
+@triton.jit
+def _find(list_pointer, token, count, STEPS: tl.constexpr):
+    """Whether each token is in an ascending list of ``count`` entries."""
+    low = tl.zeros_like(token)
+    size = tl.zeros_like(token) + count
+    for _ in tl.static_range(STEPS):
+        half = size // 2
+        right = tl.load(list_pointer + low + half, mask=size > 0, other=0x7FFFFFFF) < token
+        low = tl.where(right, low + half + 1, low)
+        size = tl.where(right, size - half - 1, half)
+    return tl.load(list_pointer + low, mask=low < count, other=0x7FFFFFFF) == token
+
+
+@triton.jit
+def _heads_of(indices, token, count, GROUP: tl.constexpr, STEPS: tl.constexpr):
+    """Bit mask of the query heads whose lists hold each token."""
+    members = tl.zeros_like(token)
+    for member in tl.static_range(GROUP):
+        members |= _find(indices + member * count, token, count, STEPS).to(tl.int32) << member
+    return members
+
+
+@triton.jit
+def _union_rows(
+    indices,
+    blocks,
+    tokens,
+    rows,
+    members,
+    tail_members,
+    counts,
+    heads,
+    count,
+    capacity,
+    tail,
+    sink,
+    local,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SINK: tl.constexpr,
+    TAIL: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    row = pair // heads
+    sealed = tl.load(blocks + row) * 64
+    total = tl.load(tokens + row)
+    stop = tl.maximum(total - local, 0)
+    everyone: tl.constexpr = (1 << GROUP) - 1
+    indices += pair * GROUP * count
+    rows += pair * capacity
+    members += pair * capacity
+
+    first = tl.arange(0, SINK)
+    held = tl.minimum(tl.minimum(sink, stop), sealed)
+    tl.store(rows + first, first, mask=first < held)
+    tl.store(members + first, everyone, mask=first < held)
+
+    element = tl.arange(0, PADDED * SLOTS)
+    owner = element // SLOTS
+    slot = element % SLOTS
+    token = tl.load(indices + owner * count + slot, mask=(owner < GROUP) & (slot < count), other=0x7FFFFFFF)
+    found = _heads_of(indices, token, count, GROUP, STEPS)
+    # A token is kept in the list of the first head that selected it.
+    kept = (token >= held) & (token < tl.minimum(sealed, stop)) & ((found & ((1 << owner) - 1)) == 0)
+    place = held + tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(rows + place, token, mask=kept)
+    tl.store(members + place, everyone if SHARED else found, mask=kept)
+    # The local window may reach into sealed blocks where the caller seals early.
+    late = tl.arange(0, TAIL)
+    recent = stop + late
+    taken = held + tl.sum(kept.to(tl.int32))
+    extra = tl.maximum(sealed - stop, 0)
+    tl.store(rows + taken + late, recent, mask=late < extra)
+    tl.store(members + taken + late, everyone, mask=late < extra)
+    tl.store(counts + pair, taken + extra)
+
+    position = sealed + late
+    picked = _heads_of(indices, position, count, GROUP, STEPS)
+    if SHARED:
+        picked = tl.where(picked > 0, everyone, 0)
+    picked = tl.where((position >= stop) | (position < sink), everyone, picked)
+    tl.store(tail_members + pair * tail + late, tl.where(position < total, picked, 0), mask=late < tail)
+
+
+@triton.jit
+def _fetch_rows(
+    table,
+    rows,
+    counts,
+    out,
+    pairs,
+    heads,
+    capacity,
+    segments,
+    segment_tokens,
+    width,
+    first_part,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    pair = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2).to(tl.int64)
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    wanted = tl.load(counts + pair)
+    if tl.program_id(0) * ROWS >= wanted:
+        return
+    token = tl.load(rows + pair * capacity + slot, mask=slot < wanted, other=0)
+    address = tl.load(table + (pair // heads) * segments + token // segment_tokens) * 16
+    start = (((first_part + part) * heads + pair % heads) * segment_tokens + token % segment_tokens) * width
+    word = tl.arange(0, WIDTH)
+    inside = (slot < wanted)[:, None] & (word < width)[None, :]
+    source = (address.to(tl.pointer_type(tl.int32)) + start)[:, None] + word[None, :]
+    # Rows are whole multiples of 16 bytes, which the compiler cannot see in an address that comes from memory.
+    source = tl.multiple_of(tl.max_contiguous(source, [1, 4]), [1, 16])
+    target = (out + ((part * pairs + pair) * capacity + slot) * width)[:, None] + word[None, :]
+    target = tl.multiple_of(tl.max_contiguous(target, [1, 4]), [1, 16])
+    tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+
+def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local: int, shared: bool, union: GroupRows) -> None:
+    """See :func:`fathom_eval.kernels.rows.union_rows`."""
+    rows, heads, group, count = indices.shape
+    tail = union.tail_members.shape[-1]
+    slots = triton.next_power_of_2(count)
+    padded = triton.next_power_of_2(group)
+    _union_rows[(rows * heads,)](
+        indices,
+        blocks,
+        tokens,
+        union.rows,
+        union.members,
+        union.tail_members,
+        union.counts,
+        heads,
+        count,
+        union.rows.shape[-1],
+        tail,
+        sink,
+        local,
+        GROUP=group,
+        PADDED=padded,
+        SLOTS=slots,
+        STEPS=count.bit_length(),
+        SINK=triton.next_power_of_2(max(sink, 1)),
+        TAIL=triton.next_power_of_2(max(tail, local, 1)),
+        SHARED=shared,
+        num_warps=min(32, max(1, padded * slots // 64)),
+    )
+
+
+def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: int) -> None:
+    """See :func:`fathom_eval.kernels.rows.fetch_rows`."""
+    example = table.example
+    rows, heads, capacity = union.rows.shape
+    words = example.shape[-1] * example.element_size() // 4
+    _fetch_rows[(triton.cdiv(capacity, ROWS), rows * heads, out.shape[0])](
+        table.addresses,
+        union.rows,
+        union.counts,
+        out.view(torch.int32),
+        rows * heads,
+        heads,
+        capacity,
+        table.capacity,
+        example.shape[-2],
+        words,
+        first_part,
+        WIDTH=triton.next_power_of_2(words),
+        ROWS=ROWS,
+    )

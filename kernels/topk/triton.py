@@ -1,0 +1,215 @@
+"""Exact top-k on the GPU in two small launches: blocks by their maxima, then tokens inside those blocks."""
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fathom_eval.kernels.selecting import keep_largest, kth_largest, ordered_bits
+from fathom_eval.kernels.topk import looked_at
+
+CHUNK = 8192
+"""Tokens of the chosen blocks that are looked at together: 16 a thread."""
+
+TILE = 2048
+"""Candidates that a step of the search looks at together."""
+
+
+@triton.jit
+def _candidates(tokens, sink, local):
+    """The tokens that compete, ``[start, stop)``."""
+    stop = tl.maximum(tokens - local, 0)
+    return tl.minimum(sink, stop), stop
+
+
+@triton.jit
+def _top_blocks(
+    maxima,
+    blocks,
+    tokens,
+    scratch,
+    lines,
+    capacity,
+    width,
+    sink,
+    local,
+    count,
+    tail_blocks,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    row = line // lines
+    sealed = tl.load(blocks + row)
+    start, stop = _candidates(tl.load(tokens + row), sink, local)
+    block = tl.arange(0, TILE)
+    inside = (block < sealed) & (block * 64 < stop) & (block * 64 + 64 > start)
+    keys = ordered_bits(tl.load(maxima + line * capacity + block, mask=inside, other=0.0))
+    # A block with tokens that do not compete may owe its maximum to them: it is taken in any case, beside the others.
+    edge = (block * 64 < start) | (block * 64 + 64 > stop)
+    top: tl.constexpr = (1 << BITS) - 1
+    keys = tl.where(inside, tl.where(edge, top, keys), 0)
+    wanted = count + 2
+    threshold = kth_largest(keys, wanted, BITS)
+    kept = keep_largest(keys, threshold, wanted)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    scratch += line * (1 + 129 * width)
+    tl.store(scratch, threshold.to(tl.int32, bitcast=True))
+    chosen = scratch + 1
+    tl.store(chosen + place, block, mask=kept)
+    # The unsealed tokens follow as blocks of their own; what is left is marked empty.
+    found = tl.sum(kept.to(tl.int32))
+    slot = tl.arange(0, SLOTS)
+    rest = slot - found
+    tl.store(chosen + slot, tl.where(rest < tail_blocks, sealed + rest, -1), mask=(rest >= 0) & (slot < width))
+
+
+@triton.jit
+def _top_tokens(
+    scores,
+    tail_scores,
+    blocks,
+    tokens,
+    scratch,
+    indices,
+    lines,
+    capacity,
+    width,
+    tail,
+    sink,
+    local,
+    count,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    row = line // lines
+    sealed = tl.load(blocks + row)
+    start, stop = _candidates(tl.load(tokens + row), sink, local)
+    scores += line * capacity
+    tail_scores += line * tail
+    scratch += line * (1 + 129 * width)
+    chosen = scratch + 1
+    near_keys = chosen + width
+    near_tokens = near_keys + 64 * width
+    indices += line * count
+
+    # The blocks' threshold bounds the tokens' from below. What reaches it is set aside: a few more than are wanted, as a rule.
+    bound = tl.load(scratch).to(tl.uint32, bitcast=True)
+    near = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, width * 64, CHUNK):
+        element = begin + tl.arange(0, CHUNK)
+        block = tl.load(chosen + element // 64, mask=element < width * 64, other=-1)
+        token = block * 64 + element % 64
+        competes = (block >= 0) & (token >= start) & (token < stop)
+        stored = block < sealed
+        values = tl.load(scores + token // SPAN, mask=competes & stored, other=0.0)
+        if TAIL:
+            behind = token - sealed * 64
+            competes &= stored | (behind < tail)
+            values = tl.where(stored, values, tl.load(tail_scores + behind, mask=competes & (behind >= 0), other=0.0))
+        else:
+            competes &= stored
+        keys = tl.where(competes, ordered_bits(values), 0)
+        kept = (keys >= bound) & (keys > 0)
+        place = near + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(near_keys + place, keys.to(tl.int32, bitcast=True), mask=kept)
+        tl.store(near_tokens + place, token, mask=kept)
+        near += tl.sum(kept.to(tl.int32))
+    # Other threads of this program read what was just written.
+    tl.debug_barrier()
+
+    offset = tl.arange(0, TILE)
+    threshold = tl.zeros([], dtype=tl.uint32)
+    bit = tl.full([], 1 << (BITS - 1), dtype=tl.uint32)
+    for _ in range(BITS):
+        higher = threshold | bit
+        bit = bit >> 1
+        reached = tl.zeros([], dtype=tl.int32)
+        for begin in range(0, near, TILE):
+            keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
+            reached += tl.sum((keys >= higher).to(tl.int32))
+        threshold = tl.where(reached >= count, higher, threshold)
+    above = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, near, TILE):
+        keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
+        above += tl.sum((keys > threshold).to(tl.int32))
+    found = tl.zeros([], dtype=tl.int32)
+    wanted = count - above
+    for begin in range(0, near, TILE):
+        keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
+        token = tl.load(near_tokens + begin + offset, mask=begin + offset < near, other=0)
+        level = (keys == threshold) & (keys > 0)
+        kept = (keys > threshold) | (level & (tl.cumsum(level.to(tl.int32), 0) <= wanted))
+        tl.store(indices + found + tl.cumsum(kept.to(tl.int32), 0) - 1, token, mask=kept)
+        found += tl.sum(kept.to(tl.int32))
+        wanted -= tl.sum(level.to(tl.int32))
+    slot = tl.arange(0, SLOTS)
+    tl.store(indices + slot, 0x7FFFFFFF, mask=(slot >= found) & (slot < count))
+
+
+def top_tokens(
+    scores: Tensor,
+    maxima: Tensor,
+    tail_scores: Tensor | None,
+    blocks: Tensor,
+    tokens: Tensor,
+    sink: int,
+    local: int,
+    scratch: Tensor,
+    indices: Tensor,
+) -> None:
+    """See :func:`fathom_eval.kernels.topk.top_tokens`."""
+    rows, heads, group, count = indices.shape
+    capacity = maxima.shape[-1]
+    tail = 0 if tail_scores is None else tail_scores.shape[-1]
+    width = looked_at(count, tail)
+    bits = 8 * scores.element_size()
+    tile = triton.next_power_of_2(capacity)
+    _top_blocks[(rows * heads * group,)](
+        maxima,
+        blocks,
+        tokens,
+        scratch,
+        heads * group,
+        capacity,
+        width,
+        sink,
+        local,
+        count,
+        -(-tail // 64),
+        TILE=tile,
+        SLOTS=triton.next_power_of_2(width),
+        BITS=bits,
+        num_warps=min(32, max(1, tile // 512)),
+    )
+    chunk = min(CHUNK, triton.next_power_of_2(width * 64))
+    _top_tokens[(rows * heads * group,)](
+        scores,
+        scores if tail_scores is None else tail_scores,
+        blocks,
+        tokens,
+        scratch,
+        indices,
+        heads * group,
+        scores.shape[-1],
+        width,
+        tail,
+        sink,
+        local,
+        count,
+        SPAN=capacity * 64 // scores.shape[-1],
+        CHUNK=chunk,
+        TILE=min(TILE, chunk),
+        SLOTS=triton.next_power_of_2(count),
+        BITS=bits,
+        TAIL=tail > 0,
+        num_warps=max(1, chunk // 512),
+    )
