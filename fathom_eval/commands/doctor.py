@@ -14,7 +14,7 @@ from fathom_eval import __version__
 from fathom_eval.console import Console
 
 NAME = "doctor"
-HELP = "Show versions, devices, caches and what is missing; exit code 1 if a run on the default model cannot work."
+HELP = "Show versions, devices, caches and what is missing; exit code 1 if no run can work."
 EXAMPLE = "fathom-eval doctor --offline"
 
 # What turns the download of the default model into what is cached.

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from fathom_eval.errors import UserError
 
-HELP = "Write tables (CSV, Markdown), figures (SVG, PNG) and one self-contained HTML page from recorded runs."
+HELP = "Write tables, figures and one self-contained HTML page from recorded runs."
 EXAMPLE = "fathom-eval report runs/first --output reports/first"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory; several are shown side by side, never averaged")
-    parser.add_argument(
-        "--output", "--output-path", "--output_path", type=Path, metavar="DIR", help="where to write (default: RUN/report, for one run)"
-    )
+    parser.add_argument("--output", "--output-path", type=Path, metavar="DIR", help="where to write (default: RUN/report, for one run)")
+    parser.add_argument("--output_path", dest="output", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the paths as one JSON document")
     parser.add_argument("--quiet", action="store_true", help="print only the path of the page")
 
