@@ -8,6 +8,7 @@ Both are timed in turn in one process; time and memory are printed with their sp
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import gc
 import json
@@ -111,6 +112,7 @@ def _separately(loaded: LoadedModel, prompt: tuple[int, ...], new_tokens: int) -
 def _measure_memory(work: Callable[[], Prefix]) -> tuple[float, dict[str, int]]:
     """Seconds of ``work`` and how far resident memory rose above what it was before."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed must not hide what this work takes
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # starts the high-water mark anew
     before = _status("VmRSS")
     began = time.perf_counter()

@@ -109,7 +109,7 @@ def _record(loaded: LoadedModel, unit: Unit, sample: Sample, prefix: Prefix, res
     return {
         **_identity(unit.task, unit.context, unit.index, result.branch),
         "label": spec.label,
-        "family": spec.method.family,
+        "family": spec.line,
         "control": spec.method.control,
         "score": None if result.finish == "error" else sum(found) / len(found),
         "hits": found,

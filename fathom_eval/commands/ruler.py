@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
+
 if TYPE_CHECKING:
     from fathom_eval.console import Console
     from fathom_eval.models import LoadedModel
@@ -32,20 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--haystack", default="auto", metavar="H", help="wikitext, python-docs, a text file, or auto (default)")
     add("--decoys", type=int, default=7, metavar="N", help="of niah_multikey (default: 7)")
     add("--chat-template", action="store_true", help="use the model's chat template")
-    add("--output", "--output-path", metavar="DIR", help="run directory (default: runs/ruler-…); it resumes")
-    add("--output_path", dest="output", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--batch-size", type=int, default=64, metavar="N", help="branches decoded in one batch (default: 64)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--revision", help="of a hub model")
-    add("--rope-scaling", metavar="TYPE:F", help="for example yarn:4")
-    add("--trust-remote-code", action="store_true", help="run code that comes with a model")
     add("--log-samples", action="store_true", help="keep the prompts under DIR/samples")
     add("--batch_size", dest="batch_size", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--log_samples", dest="log_samples", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--offline", action="store_true", help="never use the network")
-    add("--json", action="store_true", help="print the summary as JSON")
-    add("--quiet", action="store_true", help="print only where the results are")
+    add_model_arguments(parser)
+    add_output_arguments(parser, "ruler")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(quiet=args.quiet, json=args.json)
     specs = parse_methods(args.methods)
-    tasks = [find_task(name).name for name in dict.fromkeys(_words(args.tasks, "--tasks"))]
-    contexts, k_values = _numbers(args.context, "--context"), _numbers(args.k, "--k")
-    _at_least_one(args.limit, "--limit")
-    _at_least_one(args.batch_size, "--batch-size")
+    tasks = [find_task(name).name for name in dict.fromkeys(words(args.tasks, "--tasks"))]
+    contexts, k_values = numbers(args.context, "--context"), numbers(args.k, "--k")
+    at_least_one(args.limit, "--limit")
+    at_least_one(args.batch_size, "--batch-size")
     for spec in specs:
         if not spec.method.control or spec.method.name == "exact":
             for k in k_values:
@@ -93,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     identity = run_identity(facts, builder)
     path = Path(args.output) if args.output is not None else default_run_path("ruler", facts.name, identity)
     check_free_space(path, len(branches) * args.limit * len(tasks) * len(contexts) * _BYTES_A_RECORD + _BYTES_OF_REPORT)
-    details = {
+    details: dict[str, Any] = {
         "kind": "ruler",
         "model": facts.name,
-        "device": _device_name(facts.device),
+        "device": device_name(facts.device),
         "dtype": facts.dtype,
-        "haystack": {"name": haystack.name, "origin": haystack.origin},
+        "haystack": {"name": haystack.origin if haystack.name == "file" else haystack.name, "origin": haystack.origin},
         "versions": dict(versions()),
         "settings": {
             "tasks": tasks,
@@ -115,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         for problem in opened.problems:
             console.warn(problem)
         units = missing_units(opened, tasks, contexts, args.limit, branches)
-        _say_plan(console, opened, len(units), len(branches), loaded, haystack.name)
+        _say_plan(console, opened, len(units), len(branches), loaded, details["haystack"]["name"])
         _measure(console, loaded, builder, opened, units, args)
         return _report(console, opened)
 
@@ -168,41 +162,3 @@ def _log_sample(path: Path, sample: Sample) -> None:
     folder = path / "samples"
     folder.mkdir(exist_ok=True)
     (folder / f"{sample.task}-{sample.context}-{sample.index}.txt").write_text(sample.prompt, encoding="utf-8")
-
-
-def _words(text: str, flag: str) -> list[str]:
-    from fathom_eval.errors import UserError
-
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise UserError(f"{flag} is empty")
-    return words
-
-
-def _numbers(text: str, flag: str) -> list[int]:
-    from fathom_eval.errors import UserError
-
-    numbers = []
-    for word in _words(text, flag):
-        if not word.isdecimal() or int(word) < 1:
-            raise UserError(f"{flag}: '{word}' is not a whole number of at least 1")
-        numbers.append(int(word))
-    return sorted(set(numbers))
-
-
-def _at_least_one(value: int, flag: str) -> None:
-    from fathom_eval.errors import UserError
-
-    if value < 1:
-        raise UserError(f"{flag} {value} must be at least 1")
-
-
-def _device_name(device: str) -> str:
-    import os
-    import platform
-
-    import torch
-
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"

@@ -86,13 +86,20 @@ class MethodSpec:
     @property
     def label(self) -> str:
         """Name and options, as tables show them."""
-        words = [self.method.label()]
+        return " ".join([self.method.label(), *self._changed_policy()])
+
+    @property
+    def line(self) -> str:
+        """The line of a plot that this is a point of: the method's, apart for every policy."""
+        return " ".join([self.method.line(), *self._changed_policy()])
+
+    def _changed_policy(self) -> list[str]:
+        words = []
         for field in dataclasses.fields(self.policy):
             value = getattr(self.policy, field.name)
             if value != field.default:
-                shown = "+".join(map(str, value)) if isinstance(value, tuple) else value
-                words.append(f"{field.name}={shown}")
-        return " ".join(words)
+                words.append(f"{field.name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}")
+        return words
 
     def check(self, facts: ModelFacts, k_values: Iterable[int]) -> None:
         """Raise :class:`UserError` for what cannot work with this model and these k."""

@@ -76,6 +76,10 @@ class Method(ABC):
         """Scan bits per token at this head_dim, for lists: a number, or words where it depends on the query."""
         return "–"
 
+    def line(self) -> str:
+        """The line of a plot that it is a point of: its family, or a variant of it that no budget leads to."""
+        return self.family
+
     def label(self) -> str:
         """Name and options, as tables show it."""
         options = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]

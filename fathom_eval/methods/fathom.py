@@ -53,6 +53,9 @@ class Fathom(Method):
     def typical_bits(self, head_dim: int) -> str:
         return f"{self.code_bits(head_dim)} + scales"
 
+    def line(self) -> str:
+        return f"Fathom {self.basis}"
+
     def code_bits(self, head_dim: int) -> int:
         """The budget at this head_dim, at least one bit."""
         return max(1, round(self.budget * head_dim / 128))

@@ -50,5 +50,8 @@ class SparQ(Method):
         bits = 4.25 * channel_count(self.r, head_dim, "sparq: r")
         return f"{bits:g} or more" if self.per_head else f"{bits:g}"
 
+    def line(self) -> str:
+        return "SparQ per head" if self.per_head else self.family
+
     def label(self) -> str:
         return f"sparq r={self.r}" + (" per head" if self.per_head else "")

@@ -1,0 +1,435 @@
+"""Attention-output fidelity: against an independent computation, against decoding, and what must hold of any method."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import fathom_eval.fidelity_layer as layer_module
+from fathom_eval.branches import Branch, BranchBatch, batch_order
+from fathom_eval.calibration import QueryStatistics
+from fathom_eval.errors import UserError
+from fathom_eval.fidelity import Unit, Windows, capture, evaluate
+from fathom_eval.fidelity_layer import LayerComparison, Outcome, WindowLayer, top_mask
+from fathom_eval.methods import MethodSpec, parse_method, parse_methods
+from fathom_eval.methods.sparq import SparQ
+from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.prefill import prefill
+from fathom_eval.ruler import all_branches
+from fathom_eval.selection import top_indices
+from tests import reference_attention
+from tests.tiny import tiny_model
+
+SWITCHED = (
+    "sparq:reallocate=true,full:attend=union,loki:share=group_sum,sparq:rerank=2,sparq:keep_tail=true,landmark:share=group_max,"
+    "sparq:dense_layers=1,sparq:local=16:sink=0,landmark:reallocate=true,"
+    "sparq:rerank=1.5:share=group_max:attend=union:reallocate=true:keep_tail=true"
+)
+
+
+def token_ids(loaded: LoadedModel, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, len(loaded.tokenizer), (count,), generator=generator).tolist()
+
+
+def compare(
+    layer: WindowLayer, branches: Sequence[Branch], facts: ModelFacts, number: int = 0, *, full_window: bool = False
+) -> dict[Branch, Outcome]:
+    """The outcomes of all positions, chunks put together; no method may fail."""
+    failures: dict[MethodSpec, str] = {}
+    found: dict[Branch, list[Outcome]] = {}
+    for _, branch, outcome in LayerComparison(layer, number, branches, facts, full_window=full_window, failures=failures).outcomes():
+        found.setdefault(branch, []).append(outcome)
+    assert not failures
+    names = [field.name for field in dataclasses.fields(Outcome) if field.name != "scan"]
+    return {
+        branch: Outcome(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, scan=parts[0].scan)
+        for branch, parts in found.items()
+    }
+
+
+def branch(text: str, k: int | None) -> Branch:
+    return Branch(parse_method(text), k)
+
+
+@functools.cache
+def structured_layer(positions: int = 40, tokens: int = 400, group: int = 3, head_dim: int = 64) -> WindowLayer:
+    """Keys with unequal channels and an offset, as real keys have."""
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.logspace(0.3, -1.3, head_dim)[torch.randperm(head_dim, generator=generator)]
+    keys = (torch.randn(2, tokens, head_dim, generator=generator) + torch.randn(2, 1, head_dim, generator=generator)) * spread
+    values = torch.randn(2, tokens, head_dim, generator=generator)
+    queries = torch.randn(tokens, 2, group, head_dim, generator=generator) * 2
+    statistics = QueryStatistics()
+    statistics.add(queries[:-positions].permute(1, 2, 0, 3))
+    return WindowLayer(keys, values, queries[-positions:], statistics, head_dim**-0.5)
+
+
+FACTS = ModelFacts("tiny", "llama", 1, 6, 2, 64, False, 10**6, (0,), "float32", "cpu", "m", "t")
+
+
+# The independent computation
+
+
+REFERENCE_NAMES = {
+    "exact": "exact",
+    "fathom:basis=raw": "fathom-raw",
+    "fathom:basis=klt": "fathom-klt",
+    "sparq": "sparq",
+    "loki": "loki",
+    "double_sparsity": "double_sparsity",
+    "thumbnail": "thumbnail",
+    "full": "full",
+    "landmark": "landmark",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A method that the reference computes too."""
+
+    text: str
+    k: int
+    rerank: float = 1.0
+    union: bool = False
+
+    @property
+    def branch(self) -> Branch:
+        return branch(f"{self.text}:rerank={self.rerank}:attend={'union' if self.union else 'own'}", self.k)
+
+
+CASES = [Case(text, k, *options) for text in REFERENCE_NAMES for k, *options in ((60,), (100,), (60, 2.0), (60, 1.0, True))]
+
+
+def test_every_reported_error_agrees_with_an_independent_computation() -> None:
+    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=64)
+    tokens, positions = 302, 16  # blocks are sealed within the evaluated positions
+    ids = token_ids(loaded, tokens)
+    branches = [case.branch for case in CASES]
+    [records] = evaluate(loaded, FixedWindows(ids), [Unit(tokens, 0, tuple(branches))], positions=positions, full_window=False)
+    unsure: list[str] = []
+    for number, (layer, whole) in enumerate(zip(capture(loaded, ids, positions), capture(loaded, ids, tokens), strict=True)):
+        heads = [
+            reference_attention.head_data(
+                layer.keys[h], layer.values[h], whole.queries[:, h].transpose(0, 1), layer.scaling, tokens - positions
+            )
+            for h in range(2)
+        ]
+        outcomes = compare(layer, branches, loaded.facts, number)
+        for case, record in zip(CASES, records, strict=True):
+            expected = expected_errors(case, heads, outcomes[case.branch], f"{case} layer {number}", unsure)
+            for name, value in expected.items():
+                assert record["layers"][name][number] == pytest.approx(value, rel=1e-3, abs=1e-6), f"{case} layer {number}: {name}"
+    rows = 2 * len(CASES) * positions * 4
+    print(f"{len(unsure)} of {rows} rows rest on float noise and are listed apart:", *unsure, sep="\n  ")
+    assert len(unsure) < 0.1 * rows, "a comparison that leaves so much out says nothing"
+
+
+def expected_errors(
+    case: Case, heads: list[reference_attention.HeadData], outcome: Outcome, where: str, unsure: list[str]
+) -> dict[str, float]:
+    """Check every row of an outcome, and give the means that must be reported. Rows that rest on float noise are taken as found."""
+    names = ("dense_error", "exact_error", "oracle_error", "recall")
+    found = {name: getattr(outcome, name).double().clone() for name in names}
+    positions = len(outcome.output)
+    for p in range(positions):
+        for h, head in enumerate(heads):
+            rows = reference_attention.evaluate(head, head.first + p, REFERENCE_NAMES[case.text], case.k, case.rerank, case.union)
+            for g, row in enumerate(rows):
+                at = f"{where} KV head {h} query head {g} position {head.first + p}"
+                if not row.sure:
+                    unsure.append(at)
+                    continue
+                for name in names:
+                    assert found[name][p, h, g].item() == pytest.approx(getattr(row, name), rel=1e-3, abs=1e-6), f"{at}: {name}"
+                    found[name][p, h, g] = getattr(row, name)
+                distance = (outcome.output[p, h, g].double() - torch.from_numpy(row.output)).norm() / torch.from_numpy(row.output).norm()
+                assert distance < 1e-4, at
+            if all(row.sure for row in rows):
+                assert outcome.rows[p, h] == rows[0].union, where
+                if rows[0].bits is not None and outcome.scan is not None and p < len(outcome.scan.declared_bits):
+                    assert outcome.scan.declared_bits[p, h] == rows[0].bits, where
+    dense, exact, oracle, recall = (found[name] for name in names)
+    means = {
+        "error_dense": dense,
+        "error_exact": exact,
+        "excess": dense - oracle,
+        "squared_error_dense": dense.square(),
+        "squared_error_exact": exact.square(),
+        "squared_excess": dense.square() - oracle.square(),
+        "recall": recall,
+    }
+    return {name: value.mean().item() for name, value in means.items()}
+
+
+class FixedWindows(Windows):
+    """One window of given ids."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._fixed = ids
+
+    def token_ids(self, context: int, index: int) -> list[int]:
+        return self._fixed
+
+    def start(self, context: int, index: int) -> int:
+        return 0
+
+
+# Decoding
+
+
+def test_a_position_gives_what_decoding_gives_there() -> None:
+    """Prefix of the tokens before the first evaluated position, then the window's own tokens as the branch's tail."""
+    loaded = tiny_model("qwen2", layers=2, query_heads=6, kv_heads=2, head_dim=16)
+    ids, first = token_ids(loaded, 330), 240
+    branches = all_branches(parse_methods(f"paper,{SWITCHED}"), (110, 150, 1000), loaded.facts)
+    prefix, layers = prefill(loaded, ids[: first + 1]), capture(loaded, ids, 330 - first)
+    order = batch_order(branches, loaded.facts)
+    for number, layer in enumerate(layers):
+        outcomes = compare(layer, branches, loaded.facts, number)
+        for position in (first, 255, 286, 287, 329):
+            batch = BranchBatch(prefix, [branches[row] for row in order], loaded.facts)
+            rows = len(branches)
+            query = layer.queries[position - first].expand(rows, -1, -1, -1)
+            keys, values = (part[None, :, first : position + 1].expand(rows, -1, -1, -1) for part in (layer.keys, layer.values))
+            expected = batch.attend(number, query, keys, values, layer.scaling)
+            for at, row in enumerate(order):
+                outcome, label = outcomes[branches[row]], branches[row].spec.label
+                found = outcome.output[position - first]
+                torch.testing.assert_close(found, expected[at], rtol=1e-5, atol=1e-5, msg=lambda text, label=label: f"{label}: {text}")
+                assert outcome.rows[position - first].sum() == batch.counts.rows[at]
+                assert outcome.candidate_rows[position - first].sum() == batch.counts.candidates[at]
+
+
+def test_scan_bits_are_those_that_decoding_counts() -> None:
+    loaded = tiny_model("qwen2", layers=2, query_heads=6, kv_heads=2, head_dim=16)
+    ids = token_ids(loaded, 300)
+    branches = [branch(text, 60) for text in ("fathom:basis=raw", "sparq:per_head=true", "landmark", "loki")]
+    [records] = evaluate(loaded, FixedWindows(ids), [Unit(300, 0, tuple(branches))], positions=1, full_window=False)
+    prefix = prefill(loaded, ids)
+    batch = BranchBatch(prefix, branches, loaded.facts)
+    for number, layer in enumerate(capture(loaded, ids, 1)):
+        tail = (part[None, :, -1:].expand(4, -1, -1, -1) for part in (layer.keys, layer.values))
+        batch.attend(number, layer.queries.expand(4, -1, -1, -1), *tail, layer.scaling)
+    for at, record in enumerate(records):
+        assert record["bits"] == record["declared_bits"] == (batch.counts.scan_bits[at] / batch.counts.scan_tokens[at]).item()
+        assert record["active_channels"] == batch.counts.channels[at].item() / 4
+
+
+def test_the_capture_is_what_the_model_computes() -> None:
+    """Recorded through an attention function of the test's own, in one pass; the capture runs in chunks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    seen: list[tuple[Tensor, Tensor, Tensor, float]] = []
+
+    def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        seen.append((query[0], key[0], value[0], options["scaling"]))
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    AttentionInterface.register("spy", spy)
+    AttentionMaskInterface.register("spy", sdpa_mask)
+    loaded = tiny_model("granite", layers=2, query_heads=6, kv_heads=2, head_dim=16, attention_multiplier=0.1)
+    ids = token_ids(loaded, 150)
+    loaded.model.set_attn_implementation("spy")
+    with torch.inference_mode():
+        loaded.model(input_ids=torch.tensor([ids]))
+    for full_window, known in ((False, 120), (True, 150)):
+        for layer, (query, key, value, scaling) in zip(capture(loaded, ids, 30, full_window=full_window, chunk=37), seen, strict=True):
+            grouped = query.view(2, 3, 150, 16)
+            torch.testing.assert_close(layer.keys, key, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(layer.values, value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(layer.queries, grouped[:, :, 120:].permute(2, 0, 1, 3), rtol=1e-4, atol=1e-5)
+            expected = grouped[:, :, :known].abs().mean((1, 2))
+            torch.testing.assert_close(layer.query_statistics.mean_magnitude, expected, rtol=1e-4, atol=1e-5)
+            assert layer.scaling == scaling == 0.1
+
+
+# What must hold of any method
+
+SCANS = "fathom:basis=raw,fathom:basis=klt,sparq,sparq:per_head=true,double_sparsity,loki,thumbnail,full,landmark"
+
+
+def test_the_oracles_excess_is_exactly_zero_and_k_of_all_tokens_is_dense_attention() -> None:
+    specs = parse_methods(f"exact,{SCANS},exact:attend=union,exact:share=group_sum,exact:keep_tail=true,exact:rerank=2,{SWITCHED}")
+    specs = [spec for spec in specs if not spec.policy.dense_layers and not (spec.policy.reallocate and spec.policy.keep_tail)]
+    outcomes = compare(structured_layer(), [Branch(spec, k) for spec in specs for k in (110, 10**6)], FACTS)
+    for this, outcome in outcomes.items():
+        if this.k == 10**6:
+            assert outcome.dense_error.max() < 1e-5, this.spec.label
+            assert (outcome.recall == 1).all()
+        elif this.spec.method.name == "exact":
+            assert torch.equal(outcome.dense_error, outcome.oracle_error), this.spec.label
+            assert (outcome.exact_error == 0).all()
+            assert (outcome.recall == 1).all()
+        else:
+            assert 0.2 < outcome.recall.mean() < 1, this.spec.label
+            assert outcome.dense_error.mean() > outcome.oracle_error.mean()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        [f"fathom:basis=raw:budget={budget}" for budget in (24, 48, 96, 192)],
+        [f"fathom:basis=klt:budget={budget}" for budget in (24, 48, 96, 192)],
+        [f"sparq:r=D/{divisor}" for divisor in (16, 8, 4, 2)],
+        [f"double_sparsity:c=D/{divisor}" for divisor in (16, 8, 4, 2)],
+        [f"loki:r=D/{divisor}" for divisor in (16, 8, 4, 2)],
+        [f"thumbnail:depth={depth}" for depth in (1, 2, 3, 4)],
+        [f"landmark:size={size}" for size in (8, 4, 2, 1)],
+    ],
+    ids=lambda family: family[0].partition("=")[0],
+)
+def test_error_falls_with_bits_within_a_family(family: list[str]) -> None:
+    outcomes = compare(structured_layer(), [branch(text, 80) for text in family], FACTS)
+    for metric in ("dense_error", "exact_error"):
+        errors = [getattr(outcomes[branch(text, 80)], metric).mean().item() for text in family]
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 0.8 * errors[0]
+    assert outcomes[branch(family[-1], 80)].recall.mean() > outcomes[branch(family[0], 80)].recall.mean()
+
+
+def test_the_switches_help_as_they_should() -> None:
+    outcomes = compare(structured_layer(), [branch(f"sparq{text}", 80) for text in ("", ":rerank=2", ":attend=union")], FACTS)
+    plain, rerank, union = outcomes.values()
+    assert rerank.dense_error.mean() < plain.dense_error.mean()
+    assert rerank.recall.mean() > plain.recall.mean()
+    assert union.dense_error.mean() < plain.dense_error.mean()
+    assert torch.equal(union.rows, plain.rows), "the union's rows are those that were fetched anyway"
+    assert union.oracle_error.mean() < plain.oracle_error.mean(), "the union has its own oracle"
+    assert (rerank.candidate_rows > 0).all()
+    assert (plain.candidate_rows == 0).all()
+
+
+def test_nothing_after_a_position_reaches_it() -> None:
+    """Change keys, values and queries after position p: everything up to p stays, bit for bit. Over the whole window it does not."""
+    layer, specs = structured_layer(), parse_methods(f"dense,exact,{SCANS},{SWITCHED}")
+    branches = [Branch(spec, 110 if spec.method.name != "dense" else None) for spec in specs]
+    kept = 20  # positions up to the 20th evaluated one
+    keys, values, queries = layer.keys.clone(), layer.values.clone(), layer.queries.clone()
+    keys[:, -kept:] *= -3
+    values[:, -kept:] += 2
+    queries[-kept:] *= 2
+    other = WindowLayer(keys, values, queries, layer.query_statistics, layer.scaling)
+    before, after = compare(layer, branches, FACTS), compare(other, branches, FACTS)
+    past = len(layer.queries) - kept
+    for this, outcome in before.items():
+        torch.testing.assert_close(after[this].output[:past], outcome.output[:past], rtol=0, atol=0)
+        torch.testing.assert_close(after[this].exact_error[:past], outcome.exact_error[:past], rtol=0, atol=0)
+        assert torch.equal(after[this].rows[:past], outcome.rows[:past])
+        assert not torch.allclose(after[this].output[past:], outcome.output[past:])
+
+
+def test_over_the_whole_window_later_keys_do_reach_a_position() -> None:
+    """The block of tokens 320 to 383 is sealed at the window's end, so its scales hold keys that position 370 has not seen."""
+    layer = structured_layer(positions=90, tokens=460)
+    keys = layer.keys.clone()
+    keys[:, 376:] *= -3
+    other = dataclasses.replace(layer, keys=keys)
+    this = branch("thumbnail", 110)
+    for full_window in (False, True):
+        before, after = (compare(one, [this], FACTS, full_window=full_window)[this].output[:6] for one in (layer, other))
+        assert torch.equal(before, after) != full_window
+
+
+def test_over_the_whole_window_statistics_and_sealed_blocks_are_those_of_its_end() -> None:
+    layer = structured_layer()  # positions 360 to 399; block 5 (320 to 383) is not sealed before position 415
+    longer = structured_layer(tokens=460, positions=60)  # but here at position 415, of 400 to 459
+    known: list[int] = []
+
+    class Watching(SparQ):
+        name: ClassVar[str] = "watching"
+
+        def index(self, layer: Any, facts: ModelFacts) -> Any:
+            known.append(layer.keys.shape[1])
+            return super().index(layer, facts)
+
+    this = Branch(MethodSpec(Watching(), parse_method("sparq").policy), 80)
+    thumbnail = branch("thumbnail", 80)
+    for one, statistics in ((layer, 360), (longer, 400)):
+        asof, whole = (compare(one, [this, thumbnail], FACTS, full_window=full) for full in (False, True))
+        assert known[-2:] == [statistics, one.keys.shape[1]]
+        differs = (asof[thumbnail].output - whole[thumbnail].output).abs().amax((1, 2, 3)) > 1e-5
+        assert differs.tolist() == ([False] * 40 if one is layer else [True] * 15 + [False] * 45)
+
+
+def test_small_chunks_and_many_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    branches = all_branches(parse_methods(f"dense,exact,{SCANS},{SWITCHED}"), (110,), FACTS)
+    layer = structured_layer(positions=90)
+    whole = compare(layer, branches, FACTS)
+    monkeypatch.setattr(layer_module, "SCORE_ELEMENTS", 7 * 6 * 400)
+    parts = compare(layer, branches, FACTS)
+    for this in branches:
+        torch.testing.assert_close(parts[this].output, whole[this].output, rtol=1e-4, atol=1e-5)
+        assert torch.equal(parts[this].rows, whole[this].rows)
+
+
+def test_dense_layers_have_no_error() -> None:
+    loaded = tiny_model("llama", layers=3, query_heads=4, kv_heads=2, head_dim=16)
+    [[record]] = evaluate(
+        loaded,
+        FixedWindows(token_ids(loaded, 200)),
+        [Unit(200, 0, (branch("sparq:dense_layers=0+2", 60),))],
+        positions=8,
+        full_window=False,
+    )
+    zero, positive, also_zero = record["layers"]["error_dense"]
+    assert zero == also_zero == 0 < positive
+    assert record["error_dense"] == pytest.approx(positive / 3)
+    assert record["bits"] == 2 * 4.25, "bits a scanned token"
+
+
+def test_top_mask_takes_the_lower_of_equal_scores() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 6, (5, 2, 3, 50), generator=generator).float()
+    competing = (torch.arange(50) >= 3).view(1, 1, 1, 50) & (torch.arange(50) < torch.tensor([20, 30, 40, 45, 3]).view(5, 1, 1, 1))
+    counts = [17, 1, 20, 0, 0]
+    found = top_mask(scores, competing, counts)
+    for row, count in enumerate(counts):
+        for h in range(2):
+            for g in range(3):
+                allowed = competing[row, 0, 0].nonzero().flatten()
+                expected = allowed[top_indices(scores[row, h, g, allowed], count)] if count else allowed[:0]
+                assert found[row, h, g].nonzero().flatten().tolist() == sorted(expected.tolist())
+
+
+def test_keys_that_are_not_finite_are_an_error_that_names_layer_and_head() -> None:
+    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
+    with torch.no_grad():
+        loaded.model.model.layers[1].self_attn.k_proj.weight[16:] = torch.inf
+    with pytest.raises(UserError, match=r"not finite in layer 1, KV head 1$"):
+        capture(loaded, token_ids(loaded, 100), 10)
+
+
+def test_keys_beyond_fp16_fail_the_methods_that_store_scales() -> None:
+    layer = structured_layer()
+    keys = layer.keys.clone()
+    keys[1, 10, 3] = 1e5
+    failures: dict[MethodSpec, str] = {}
+    large = WindowLayer(keys, layer.values, layer.queries, layer.query_statistics, layer.scaling)
+    branches = [branch("exact", 80), branch("full", 80)]
+    done = {this for _, this, _ in LayerComparison(large, 7, branches, FACTS, full_window=False, failures=failures).outcomes()}
+    assert done == {branches[0]}
+    assert failures[branches[1].spec].startswith("layer 7: ValueError: keys above 65,504")
+    assert "KV head 1" in failures[branches[1].spec]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_what_the_cpu_gives() -> None:
+    branches = all_branches(parse_methods(f"dense,exact,{SCANS},{SWITCHED}"), (110,), FACTS)
+    layer = structured_layer(positions=90)
+    statistics = QueryStatistics()
+    statistics.add(torch.randn(2, 3, 50, 64, generator=torch.Generator().manual_seed(1)).cuda())
+    moved = WindowLayer(layer.keys.cuda(), layer.values.cuda(), layer.queries.cuda(), statistics, layer.scaling)
+    cpu = QueryStatistics()
+    cpu.add(torch.randn(2, 3, 50, 64, generator=torch.Generator().manual_seed(1)))
+    here = compare(dataclasses.replace(layer, query_statistics=cpu), branches, FACTS)
+    for this, outcome in compare(moved, branches, FACTS).items():
+        assert outcome.dense_error.mean().item() == pytest.approx(here[this].dense_error.mean().item(), rel=1e-2, abs=1e-5)
