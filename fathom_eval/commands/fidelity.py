@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fathom_eval.console import Console
     from fathom_eval.run import Run
 
-HELP = "Measure attention outputs against dense attention and exact top-k, over the bits that scans read."
+HELP = "Measure the error of attention outputs over the bits that scans read."
 EXAMPLE = "fathom-eval fidelity --context 2048 --k 64,128 --methods paper --windows 8 --output runs/fidelity"
 # A record with its layers' means takes about 5 KB; tables and the figure less than a MB.
 _BYTES_A_RECORD, _BYTES_OF_REPORT = 16384, 4 * 2**20
