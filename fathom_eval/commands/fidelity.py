@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fathom_eval.run import Run
 
 HELP = "Measure the error of attention outputs over the bits that scans read."
-EXAMPLE = "fathom-eval fidelity --context 2048 --k 64,128 --methods paper --windows 8 --output runs/fidelity"
+EXAMPLE = "fathom-eval fidelity --context 2048 --k 64,128 --windows 8 --output runs/error"
 # A record with its layers' means takes about 5 KB; tables and the figure less than a MB.
 _BYTES_A_RECORD, _BYTES_OF_REPORT = 16384, 4 * 2**20
 
