@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fathom_eval.tasks import prompts
 from fathom_eval.tasks.draft import Draft
 from fathom_eval.tasks.encoding import PromptEncoder
 from fathom_eval.tasks.haystack import Haystack
@@ -120,7 +121,7 @@ class WordFiller:
 
     def __init__(self, draft: Draft, encoder: PromptEncoder, rng: Random) -> None:
         self._vocabulary = draft.vocabulary
-        self._lengths = encoder.count([f" {word}" for word in draft.vocabulary])
+        self._lengths = encoder.count([f"{prompts.WORD_SEPARATOR}{word}" for word in draft.vocabulary])
         self._seed = rng.getrandbits(64)
 
     def fill(self, budget: int) -> Context | None:
@@ -133,7 +134,7 @@ class WordFiller:
             return None
         words = [word for word, count in zip(self._vocabulary, counts, strict=False) for _ in range(count)]
         Random(self._seed).shuffle(words)
-        return Context(" ".join(words), self._tokens(counts))
+        return Context(prompts.WORD_SEPARATOR.join(words), self._tokens(counts))
 
     def _counts(self, total: int) -> list[int]:
         return zipf_counts(total, len(self._vocabulary))

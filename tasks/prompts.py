@@ -9,6 +9,7 @@ VERSION = "1"
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 FIRST_ASSIGNMENT = "VAR {name} = {value}."
 LATER_ASSIGNMENT = "VAR {name} = VAR {source}."
+WORD_SEPARATOR = ", "
 
 LAYOUT = "{instruction}\n\n{context}\n\n{question}"
 """A prompt up to its answer prefix; a plain completion goes on with ``"\\n" + answer_prefix``."""
@@ -45,8 +46,8 @@ NIAH_MULTIQUERY = Wording(
 )
 VARIABLE_TRACKING = Wording(
     instruction="Here is a long text. Assignments of variables are hidden in it. Read it and follow the value of every variable.",
-    question="Which variables hold the value {value}, directly or through another variable? There are {count} of them.",
-    answer_prefix="The {count} variables that hold the value {value} are:",
+    question="Which {count} variables hold the value {value}, directly or through another variable?",
+    answer_prefix="The {count} variables that hold the value {value} are VAR",
 )
 FREQUENT_WORDS = Wording(
     instruction="Here is a list of made-up words. Some of them come up much more often than others. Count how often each word appears.",
