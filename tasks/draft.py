@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from fathom_eval.errors import UserError
+from fathom_eval.tasks.prompts import Wording
 
 DRAWS = 1000
 
@@ -17,6 +18,7 @@ class Draft:
 
     Attributes:
         instruction, question, answer_prefix: The wording around the context.
+        answer: A right answer as it is expected after the prefix.
         gold: The strings that the answer must hold.
         chains: Sentences to hide in the haystack. Those of one chain keep their order in the text.
         vocabulary: Words by falling frequency that make up the whole context instead of a haystack.
@@ -25,9 +27,31 @@ class Draft:
     instruction: str
     question: str
     answer_prefix: str
+    answer: str
     gold: tuple[str, ...]
     chains: tuple[tuple[str, ...], ...] = ()
     vocabulary: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        wording: Wording,
+        gold: Sequence[str],
+        *,
+        names: Mapping[str, str],
+        chains: Sequence[tuple[str, ...]] = (),
+        vocabulary: Sequence[str] = (),
+    ) -> Draft:
+        """A draft in this wording; ``names`` are put into its places."""
+        return cls(
+            instruction=wording.instruction.format(**names),
+            question=wording.question.format(**names),
+            answer_prefix=wording.answer_prefix.format(**names),
+            answer=wording.separator.join(gold),
+            gold=tuple(gold),
+            chains=tuple(chains),
+            vocabulary=tuple(vocabulary),
+        )
 
     @property
     def needles(self) -> tuple[str, ...]:

@@ -65,12 +65,12 @@ class PromptEncoder:
         return [len(ids) for ids in self.encode_many(texts)]
 
     def check_answers(self, drafts: Sequence[Draft], limit: int, task: str) -> None:
-        """Every gold answer survives the tokenizer, and fits into ``limit`` generated tokens as a list after its prefix.
+        """Every gold answer survives the tokenizer, and fits into ``limit`` generated tokens after its prefix.
 
         Raises ``UserError`` otherwise.
         """
         prefixes = [draft.answer_prefix for draft in drafts]
-        answers = [f"{draft.answer_prefix} {', '.join(draft.gold)}" for draft in drafts]
+        answers = [f"{draft.answer_prefix} {draft.answer}" for draft in drafts]
         encoded = self.encode_many(prefixes + answers)
         for draft, prefix, answer in zip(drafts, encoded, encoded[len(drafts) :], strict=False):
             decoded = self._tokenizer.decode(answer)
@@ -79,5 +79,6 @@ class PromptEncoder:
                 raise UserError(f"the tokenizer loses '{lost[0]}' of task {task}: it decodes to '{decoded}'")
             needed = len(answer) - len(prefix)
             if needed > limit:
-                written = ", ".join(draft.gold)
-                raise UserError(f"task {task}: the answer '{written}' takes {needed} tokens, over its limit of {limit} generated tokens")
+                raise UserError(
+                    f"task {task}: the answer '{draft.answer}' takes {needed} tokens, over its limit of {limit} generated tokens"
+                )

@@ -55,14 +55,8 @@ def _draft(rng: Random, surroundings: Surroundings, wording: prompts.Wording, *,
     numbers = draw_distinct(len(keys) * values, lambda: draw_number(rng, DIGITS), surroundings, "numbers of seven digits")
     owners = [key for key in keys for _ in range(values)]
     needles = [prompts.NEEDLE.format(key=key, value=number) for key, number in zip(owners, numbers, strict=True)]
-    named = {"keys": _listed(keys[:asked]), "count": prompts.COUNTS[asked * values]}
-    return Draft(
-        instruction=wording.instruction.format(**named),
-        question=wording.question.format(**named),
-        answer_prefix=wording.answer_prefix.format(**named),
-        gold=tuple(numbers[: asked * values]),
-        chains=tuple((needle,) for needle in needles),
-    )
+    names = {"keys": _listed(keys[:asked]), "count": prompts.COUNTS[asked * values]}
+    return Draft.of(wording, numbers[: asked * values], names=names, chains=[(needle,) for needle in needles])
 
 
 def _listed(names: list[str]) -> str:

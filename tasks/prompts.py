@@ -17,11 +17,16 @@ LAYOUT = "{instruction}\n\n{context}\n\n{question}"
 
 @dataclass(frozen=True)
 class Wording:
-    """The text around a context. The answer prefix ends right before the answer, without a trailing space."""
+    """The text around a context.
+
+    The answer prefix ends right before the answer, without a trailing space. An answer of several parts is expected with
+    ``separator`` between them: this counts for its length in tokens, not for its score.
+    """
 
     instruction: str
     question: str
     answer_prefix: str
+    separator: str = ", "
 
 
 NIAH_SINGLE = Wording(
@@ -48,11 +53,12 @@ VARIABLE_TRACKING = Wording(
     instruction="Here is a long text. Assignments of variables are hidden in it. Read it and follow the value of every variable.",
     question="Which {count} variables hold the value {value}, directly or through another variable?",
     answer_prefix="The {count} variables that hold the value {value} are VAR",
+    separator=", VAR ",
 )
 FREQUENT_WORDS = Wording(
     instruction="Here is a list of made-up words. Some of them come up much more often than others. Count how often each word appears.",
-    question="Which three words appear most often in the list above?",
-    answer_prefix="The three words that appear most often are:",
+    question="Which three different words come up most often in the list above?",
+    answer_prefix="The three most frequent words, the most frequent one first, are:",
 )
 
 COUNTS = {1: "one", 4: "four"}

@@ -18,15 +18,8 @@ def variable_tracking(rng: Random, surroundings: Surroundings) -> Draft:
     names = draw_distinct(2 * ASSIGNMENTS, lambda: rng.choice(LETTERS) + draw_number(rng, 2), surroundings, "variable names")
     values = draw_distinct(2, lambda: draw_number(rng, DIGITS), surroundings, "numbers of five digits")
     chain, decoy = names[:ASSIGNMENTS], names[ASSIGNMENTS:]
-    wording = prompts.VARIABLE_TRACKING
-    named = {"value": values[0], "count": prompts.COUNTS[ASSIGNMENTS]}
-    return Draft(
-        instruction=wording.instruction.format(**named),
-        question=wording.question.format(**named),
-        answer_prefix=wording.answer_prefix.format(**named),
-        gold=tuple(chain),
-        chains=(_assignments(chain, values[0]), _assignments(decoy, values[1])),
-    )
+    chains = [_assignments(chain, values[0]), _assignments(decoy, values[1])]
+    return Draft.of(prompts.VARIABLE_TRACKING, chain, names={"value": values[0], "count": prompts.COUNTS[ASSIGNMENTS]}, chains=chains)
 
 
 def _assignments(names: list[str], value: str) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ def frequent_words(rng: Random, surroundings: Surroundings) -> Draft:
     words: dict[str, None] = {}
     while len(words) < VOCABULARY:  # 343,000 words are possible
         words["".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3))] = None
-    wording, vocabulary = prompts.FREQUENT_WORDS, tuple(words)
-    return Draft(wording.instruction, wording.question, wording.answer_prefix, gold=vocabulary[:ASKED], vocabulary=vocabulary)
+    vocabulary = list(words)
+    return Draft.of(prompts.FREQUENT_WORDS, vocabulary[:ASKED], names={}, vocabulary=vocabulary)
 
 
 def zipf_counts(total: int, ranks: int) -> list[int]:

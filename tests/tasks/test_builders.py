@@ -84,6 +84,8 @@ def test_variable_tracking(seed: int):
     (asked,) = re.findall(r"\d{5}", draft.question)
     assert draft.gold == tuple(name for name, value in values.items() if value == asked)
     assert [len(chain) for chain in draft.chains] == [4, 4]
+    assert draft.answer_prefix.endswith(" VAR")
+    assert draft.answer == ", VAR ".join(draft.gold)
     assert len(draft.gold) == 4
     assert len(set(values.values())) == 2
     assert none_contains_another([*values, *set(values.values())])

@@ -1,0 +1,39 @@
+"""What the README says must be what was recorded and what the commands take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fathom_eval.cli import build_parser
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_result_table_is_the_published_runs() -> None:
+    published = (ROOT / "reports/published/ruler-smollm2-2048/results.md").read_text(encoding="utf-8")
+    section = published.split("### 2,048 tokens, k = 64")[1].split("### ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 14
+    assert [line for line in README.splitlines() if line.startswith("|")] == table
+
+
+def test_every_command_shown_is_one_that_the_parser_takes() -> None:
+    commands = [line.split("#")[0] for line in README.splitlines() if line.startswith("fathom-eval ")]
+    assert len(commands) >= 5
+    for command in commands:
+        build_parser().parse_args(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_links_lead_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_there_are_exactly_two_set_up_commands() -> None:
+    block = README.split("## Set up")[1].split("```")[1]
+    assert re.findall(r"^make \w+", block, re.MULTILINE) == ["make demo", "make test"]
