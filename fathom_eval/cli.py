@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fathom_eval import __version__
 from fathom_eval.errors import UserError, did_you_mean
 
-COMMANDS = ("ruler", "fidelity", "report", "methods", "models", "doctor")
+COMMANDS = ("ruler", "fidelity", "sessions", "report", "methods", "models", "doctor")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,7 +25,7 @@ class BranchResult:
 
     Attributes:
         token_ids: Generated tokens, an end token included.
-        finish: ``eos``, ``length`` or ``error``.
+        finish: ``eos``, ``stop``, ``length`` or ``error``.
         error: Why the branch failed.
         steps: Decode steps taken.
         fired: Layers' attention that the method decided; ``layers × steps`` unless it silently stopped.
@@ -63,6 +63,31 @@ class _TailCache(DynamicCache):
         return self.get_seq_length(layer_idx) + 1, 0
 
 
+class _StopStrings:
+    """Watches the end of every row's text for stop strings.
+
+    A token is at least one byte, so as many tokens as the longest stop string has bytes hold all of it.
+    """
+
+    def __init__(self, tokenizer: Any, strings: tuple[str, ...], prompt: Sequence[int], rows: int) -> None:
+        self._tokenizer, self._strings = tokenizer, strings
+        self._window = max(len(string.encode()) for string in strings) + 1
+        self._tails = [list(prompt[-self._window :]) for _ in range(rows)]
+
+    def add(self, token_ids: Sequence[int], watched: Sequence[bool]) -> list[bool]:
+        """Whether the token that each row has come to completes a stop string; rows that are not watched have ended already."""
+        return [on and self._completes(tail, token) for tail, token, on in zip(self._tails, token_ids, watched, strict=True)]
+
+    def _completes(self, tail: list[int], token: int) -> bool:
+        before, after = self._text(tail), self._text([*tail, token])
+        tail.append(token)
+        del tail[: -self._window]
+        return any(after.count(string) > before.count(string) for string in self._strings)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 @torch.inference_mode()
 def decode(
     loaded: LoadedModel,
@@ -70,11 +95,16 @@ def decode(
     branches: Sequence[Branch],
     max_new_tokens: int,
     *,
+    stop_strings: tuple[str, ...] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[BranchResult]:
     """Greedily decode every branch from the same prefix, one row of a batch each.
 
     The prompt's last token is the first step of every branch, so every generated token comes from the method's own attention.
+
+    Args:
+        stop_strings: A branch ends with the token that completes one of them in its text, the prompt's end included, as
+            ``model.generate(stop_strings=…)`` does. The tokens of the stop string stay in the result.
 
     Raises:
         UserError: Prompt and generation exceed the model's positions.
@@ -90,6 +120,7 @@ def decode(
     rows = len(branches)
     cache: Cache = _TailCache(prefix.tokens)
     ends = torch.tensor(facts.eos_token_ids, device=model.device, dtype=torch.int64)
+    stops = _StopStrings(loaded.tokenizer, stop_strings, prefix.token_ids, rows) if stop_strings else None
     current = torch.full((rows, 1), prefix.token_ids[-1], device=model.device)
     tokens: list[Tensor] = []
     lengths = [max_new_tokens] * rows
@@ -106,12 +137,13 @@ def decode(
         tokens.append(current)
         broken = (~torch.isfinite(logits).all(-1)).tolist()
         ended = torch.isin(current.squeeze(-1), ends).tolist()
+        stopped = [False] * rows if stops is None else stops.add(current.squeeze(-1).tolist(), [count is None for count in counted])
         for row in range(rows):
-            if counted[row] is None and (broken[row] or ended[row] or step == max_new_tokens - 1):
+            if counted[row] is None and (broken[row] or ended[row] or stopped[row] or step == max_new_tokens - 1):
                 if broken[row]:
                     finish[row], errors[row] = "error", f"the logits of step {step} are not finite"
-                elif ended[row]:
-                    finish[row] = "eos"
+                elif ended[row] or stopped[row]:
+                    finish[row] = "eos" if ended[row] else "stop"
                 lengths[row] = step if broken[row] else step + 1
                 counted[row] = _counts(batch, row, step + 1)
         if progress is not None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from fathom_eval.errors import UserError
 from fathom_eval.reports.figures import draw
 from fathom_eval.reports.page import render
-from fathom_eval.reports.source import load_sources
+from fathom_eval.reports.source import load_sources, report_kind
 from fathom_eval.reports.tables import markdown, results_csv, results_frame, write_samples_csv
 from fathom_eval.run import raise_file_error
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report.
+    """The files of a report; those of agent sessions are named in :func:`fathom_eval.reports.sessions.build_sessions_report`.
 
     Attributes:
         html: the page; it stands alone and asks for nothing.
@@ -45,6 +45,10 @@ def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
     """
     if not run_paths:
         raise UserError("a report needs at least one run directory")
+    if report_kind(run_paths) == "sessions":
+        from fathom_eval.reports.sessions import build_sessions_report
+
+        return build_sessions_report(run_paths, output)
     sources = load_sources(run_paths)
     drawings = draw(sources)
     files = ReportFiles(

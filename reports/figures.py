@@ -93,11 +93,14 @@ def _draw_run(source: Source, prefix: str, styles: Mapping[str, tuple[str, str, 
             name = f"{prefix}score-{slug}{f'-{position}' if clash else ''}-{context}-k{k}"
             title = f"{task}, {setting(context, k)}"
             description = f"Score against scan bits per token on {title}. The numbers are in the table above."
-            found.append(Drawing(name, title, description, *_render(cells, title, f"{source.model}, run {source.name}", styles)))
+            found.append(Drawing(name, title, description, *render_cells(cells, title, f"{source.model}, run {source.name}", styles)))
     return found
 
 
-def _render(cells: Sequence[Cell], title: str, subtitle: str, styles: Mapping[str, tuple[str, str, str]]) -> tuple[str, bytes]:
+def render_cells(
+    cells: Sequence[Cell], title: str, subtitle: str, styles: Mapping[str, tuple[str, str, str]], label: str = "score"
+) -> tuple[str, bytes]:
+    """The figure of some cells as SVG and PNG; ``label`` names what their score is."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure
 
@@ -106,14 +109,14 @@ def _render(cells: Sequence[Cell], title: str, subtitle: str, styles: Mapping[st
         rcdefaults()
         rcParams.update(_PARAMETERS)
         figure = Figure(figsize=_SIZE_INCHES)
-        _plot(figure, cells, title, subtitle, styles)
+        _plot(figure, cells, title, subtitle, styles, label)
         text, image = io.BytesIO(), io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": shorten(title, 120)})
         figure.savefig(image, format="png", metadata={"Software": None})
     return text.getvalue().decode(), image.getvalue()
 
 
-def _plot(figure: Figure, cells: Sequence[Cell], title: str, subtitle: str, styles: Mapping[str, tuple[str, str, str]]) -> None:
+def _plot(figure: Figure, cells: Sequence[Cell], title: str, subtitle: str, styles: Mapping[str, tuple[str, str, str]], label: str) -> None:
     families: dict[str, list[Cell]] = {}
     for cell in sorted(cells, key=sort_key):
         if is_scan(cell) and cell.bits is not None and cell.score is not None:
@@ -153,7 +156,7 @@ def _plot(figure: Figure, cells: Sequence[Cell], title: str, subtitle: str, styl
     bits = [cell.bits for members in families.values() for cell in members if cell.bits is not None]
     _bit_axis(axes, bits)
     axes.set_ylim(-0.04, 1.06)
-    axes.set_ylabel("score")
+    axes.set_ylabel(label)
     axes.set_xlabel("scan bits per token, KV head and layer")
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +12,9 @@ from typing import Any
 from fathom_eval.console import printable
 from fathom_eval.errors import UserError
 from fathom_eval.reports.cells import Cell, Point, Role, compute_cells, compute_overview, read_points, tasks_of
-from fathom_eval.run import Run
+from fathom_eval.run import MANIFEST, Run
 
-SUPPORTED_KINDS = ("ruler",)
+SUPPORTED_KINDS = ("ruler", "sessions")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,24 @@ class Source:
         return sorted(kept, key=lambda pair: (pair[0], pair[1] or 0))
 
 
+def report_kind(paths: Sequence[Path]) -> str:
+    """The kind of the runs. Raises UserError where they differ; what is wrong with a run itself is found when it is loaded."""
+    kinds = {}
+    for path in paths:
+        try:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(manifest, dict) and manifest.get("kind") in SUPPORTED_KINDS:
+            kinds[manifest["kind"]] = path
+    if len(kinds) > 1:
+        named = " and ".join(f"{path} ({kind})" for kind, path in kinds.items())
+        raise UserError(f"runs of different kinds make no common report: {named}; give each kind a report of its own")
+    return next(iter(kinds), "ruler")
+
+
 def load_sources(paths: Sequence[Path]) -> list[Source]:
-    """Load the runs, each once. Raises UserError where one is missing, no run, of a kind without a report, or without records."""
+    """Load RULER runs, each once. Raises UserError where one is missing, no run, of a kind without a report, or without records."""
     unique = list({path.resolve(): path for path in paths}.values())
     sources = []
     for path in unique:

@@ -167,28 +167,28 @@ def markdown(sources: Sequence[Source]) -> str:
     """The report's text and tables as Markdown."""
     lines = ["# Results", ""]
     for source in sources:
-        lines += [f"## Run {_markdown_safe(source.name)}", "", _markdown_safe(f"{subject(source)} {answer(source)}"), ""]
-        lines += [f"- {'**Warning:**' if remark.grave else 'Note:'} {_markdown_safe(remark.text)}" for remark in remarks(source)]
+        lines += [f"## Run {markdown_safe(source.name)}", "", markdown_safe(f"{subject(source)} {answer(source)}"), ""]
+        lines += [f"- {'**Warning:**' if remark.grave else 'Note:'} {markdown_safe(remark.text)}" for remark in remarks(source)]
         for context, k in source.settings():
             kept = [cell for cell in source.cells if cell.context == context and cell.k in (None, k)]
             overview = [cell for cell in source.overview if cell.context == context and cell.k in (None, k)]
             frame = _matrix(kept, overview, source.tasks, digits=3).drop(columns=["context", "k"])
             lines += ["", f"### {setting(context, k)}", ""]
             if len(source.settings()) > 1:
-                lines += [_markdown_safe(finding(source, context, k)), ""]
-            lines += _markdown_table(frame)
+                lines += [markdown_safe(finding(source, context, k)), ""]
+            lines += markdown_table(frame)
         lines += ["", f"{LEGEND}.", ""]
     return "\n".join(lines)
 
 
-def _markdown_table(frame: pd.DataFrame) -> list[str]:
-    header = [_markdown_safe(column) for column in frame.columns]
+def markdown_table(frame: pd.DataFrame) -> list[str]:
+    header = [markdown_safe(column) for column in frame.columns]
     rules = ["---" if column == "method" else "---:" for column in frame.columns]
-    rows = [[_markdown_safe(value) for value in row] for row in frame.itertuples(index=False)]
+    rows = [[markdown_safe(value) for value in row] for row in frame.itertuples(index=False)]
     return [f"| {' | '.join(cells)} |" for cells in (header, rules, *rows)]
 
 
-def _markdown_safe(text: object) -> str:
+def markdown_safe(text: object) -> str:
     string = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     string = re.sub(r"([\\`*\[\]|#~])", r"\\\1", string)
     # Within a word an underscore is plain text, and task names are full of them.

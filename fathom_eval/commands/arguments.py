@@ -20,8 +20,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """Where a run is written and what is printed."""
     add = parser.add_argument
-    add("--output", "--output-path", metavar="DIR", help=f"run directory (default: runs/{kind}-…); it resumes")
-    add("--output_path", dest="output", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as lm-eval spells it
+    add("--output", metavar="DIR", help=f"run directory (default: runs/{kind}-…); it resumes")
+    add("--output-path", "--output_path", dest="output", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as lm-eval spells it
     add("--offline", action="store_true", help="never use the network")
     add("--json", action="store_true", help="print the summary as JSON")
     add("--quiet", action="store_true", help="print only where the results are")

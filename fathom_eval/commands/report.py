@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         console.result(files.html, "page")
         console.say(f"table: {files.csv}")
-        console.say(f"means over tasks: {files.overview_csv}")
+        console.say(f"overview: {files.overview_csv}")
         console.say(f"samples: {files.samples_csv}")
         console.say(f"figures: {len(files.figures)} files in {files.html.parent / 'figures'}")
     return 0

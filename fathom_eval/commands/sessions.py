@@ -1,199 +1,278 @@
-"""``fathom-eval sessions``: agent sessions assembled from recorded trajectories."""
+"""``fathom-eval sessions``: the next step of agent sessions, all methods from one dense prefill; and what a file of trajectories holds."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers
+from fathom_eval.commands.sessions_inspect import (
+    add_inspect_arguments,
+    add_reading_arguments,
+    add_rendering_arguments,
+    inspect,
+    print_list,
+    rendering_choice,
+)
 from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
+    from fathom_eval.agent_sessions import DecodeSettings, Unit
     from fathom_eval.console import Console
-    from fathom_eval.sessions.encoding import TrajectoryEncoder
-    from fathom_eval.sessions.inspection import Inspection
+    from fathom_eval.methods import MethodSpec
+    from fathom_eval.models import LoadedModel
+    from fathom_eval.run import Run
+    from fathom_eval.session_data import SessionData, SourceSettings
 
-HELP = "agent sessions from recorded trajectories: see what a file holds"
-EXAMPLE = "fathom-eval sessions inspect trajectories.jsonl.gz --model smollm2"
+HELP = "The next step of recorded agent sessions, decoded by every method from one dense prefill."
+EXAMPLE = "fathom-eval sessions --k 512,2048 --trajectories nebius/SWE-rebench-openhands-trajectories"
 
-_SHOWN_LINES = 12
+# A record with its step and tokens takes some KB; the report's figures and tables a few MB.
+_BYTES_A_RECORD, _BYTES_OF_REPORT = 16384, 30 * 2**20
+_BASELINE = "sparq:r=D/8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    text = "what a file holds: format, trajectories, repositories, tokens, sessions it can give, what was skipped and why"
-    inspect = actions.add_parser(
+    parser.usage = f"{parser.prog} [options]  |  {parser.prog} inspect FILE [options]"
+    parser.formatter_class = _HelpFormatter
+    add = parser.add_argument
+    add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
+    add("--methods", default="paper", metavar="A,B", help="names with options; default: paper (see 'methods')")
+    add("--k", default="2048", metavar="K,K", help="keys a query head attends to (default: 2048)")
+    add("--trajectories", metavar="PATH|HUB_ID", help="default: a small built-in set of a scripted agent")
+    add("--trajectories-revision", metavar="R", help="branch, tag or commit of a hub set")
+    add_reading_arguments(parser)
+    add("--sessions", type=int, default=8, metavar="N", help="at most so many (default: 8)")
+    add("--session-tokens", metavar="LOW:HIGH", help="default: 80000:100000, or what model and set can hold")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="limit of a step (default: 256)")
+    add_rendering_arguments(parser, "the model's chat template")
+    add("--seed", type=int, default=0, metavar="S", help="of the sessions (default: 0)")
+    add("--baseline", metavar="METHOD", help=f"what the others are compared with (default: {_BASELINE})")
+    add("--no-recorded-text", action="store_true", help="keep no recorded step: what was generated, scores and ids")
+    add("--no-text", action="store_true", help="keep no generated step either; its token ids stay")
+    add("--log-samples", action="store_true", help="keep the prompts under DIR/samples")
+    add("--batch-size", type=int, default=64, metavar="N", help="branches decoded in one batch (default: 64)")
+    add_model_arguments(parser)
+    add_output_arguments(parser, "sessions")
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    add("--log_samples", dest="log_samples", action="store_true", **hidden)
+    add("--batch_size", dest="batch_size", type=int, **hidden)
+    actions = parser.add_subparsers(
+        dest="action", metavar="inspect FILE", help="instead: what a file of trajectories holds", prog=f"{parser.prog}"
+    )
+    text = "What a file holds: format, trajectories, repositories, tokens, sessions it can give, what was skipped and why."
+    action = actions.add_parser(
         "inspect",
-        help=text,
         description=text,
-        epilog=f"example: {EXAMPLE}",
+        epilog="example: fathom-eval sessions inspect trajectories.jsonl.gz --model smollm2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_inspect_arguments(inspect)
+    add_inspect_arguments(action)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Room for the longest option beside its explanation."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action."""
+    """Inspect a file; or check everything cheap, load the model, measure what is missing, report."""
     if args.action == "inspect":
-        return _inspect(args)
-    raise UserError("sessions needs an action: 'fathom-eval sessions inspect FILE'")
-
-
-def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_arguments(parser)
-    counting = parser.add_mutually_exclusive_group()
-    counting.add_argument("--model", metavar="MODEL", help="count tokens as this model does (bundled name, folder or hub id)")
-    counting.add_argument("--tokenizer", metavar="TOKENIZER", help="count tokens with this tokenizer (folder or hub id)")
-    rendering = parser.add_mutually_exclusive_group()
-    rendering.add_argument("--chat-template", action="store_true", help="insist on the tokenizer's chat template")
-    rendering.add_argument("--plain", action="store_true", help="render plainly even if the chat template takes tools")
-    parser.add_argument("--session-tokens", default="80000:100000", metavar="LOW:HIGH", help="tokens of a session (default: 80000:100000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: 0)")
-    parser.add_argument("--offline", action="store_true", help="never touch the network")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that say which trajectories are read, and how."""
-    parser.add_argument("file", metavar="FILE", help="jsonl, json, parquet, gzip of these, a folder of files or event files, or a hub id")
-    parser.add_argument("--format", metavar="FORMAT", help="read every row as this format instead of finding it out")
-    parser.add_argument("--repo", metavar="REPO", help="only sessions of this repository")
-    parser.add_argument("--default-repo", default="", metavar="REPO", help="repository of trajectories that name none")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub set")
-    parser.add_argument(
-        "--condensation",
-        default="full",
-        metavar="HOW",
-        help="full: all events of a log (default); condensed: what the model still saw after its history was condensed",
-    )
-
-
-def _inspect(args: argparse.Namespace) -> int:
+        return inspect(args)
     from fathom_eval.console import Console
-    from fathom_eval.sessions.assembly import parse_session_tokens
-    from fathom_eval.sessions.inspection import inspect_trajectories
-    from fathom_eval.sessions.reading import read_trajectories
-    from fathom_eval.sessions.report import ReadReport
+    from fathom_eval.methods import parse_methods
+    from fathom_eval.run import Run
 
-    low, high = parse_session_tokens(args.session_tokens)
-    console = Console(json=args.json)
-    encoder, counted_with = _encoder(args, console)
-    report = ReadReport()
-    trajectories = read_trajectories(
-        args.file,
-        report,
-        format_name=args.format,
+    console = Console(quiet=args.quiet, json=args.json)
+    specs, k_values = parse_methods(args.methods), numbers(args.k, "--k")
+    for value, flag in ((args.sessions, "--sessions"), (args.max_new_tokens, "--max-new-tokens"), (args.batch_size, "--batch-size")):
+        at_least_one(value, flag)
+    if args.no_recorded_text and args.log_samples:
+        raise UserError("--log-samples keeps prompts, which are recorded text: leave it out or --no-recorded-text")
+    if args.trajectories_revision is not None and args.trajectories is None:
+        raise UserError("--trajectories-revision goes with the hub id that --trajectories names")
+    for spec in specs:
+        if not spec.method.control or spec.method.name == "exact":
+            for k in k_values:
+                spec.policy.check(k, spec.label)
+    baseline = _baseline(args.baseline, specs)
+    if args.output is not None:
+        Run.check(Path(args.output))
+    _check_source(args)
+
+    from fathom_eval.agent_sessions import DecodeSettings, missing_units, run_identity, step_branches, with_controls
+    from fathom_eval.models import load_model, parse_rope_scaling
+    from fathom_eval.ruler import versions
+    from fathom_eval.run import check_free_space, default_run_path
+    from fathom_eval.session_data import check_k, choose_bounds, prepare_sessions
+
+    loaded = load_model(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        offline=args.offline,
         revision=args.revision,
-        condensation=args.condensation,
-        default_repo=args.default_repo,
+        trust_remote_code=args.trust_remote_code,
+        rope_scaling=args.rope_scaling,
+        say=console.say,
     )
-    inspection = inspect_trajectories(trajectories, report, encoder=encoder, low=low, high=high, seed=args.seed, repo=args.repo)
-    console.document(_document(args, inspection, counted_with))
-    if not args.json:
-        _print(console, args, inspection, counted_with)
+    facts = loaded.facts
+    scaling = parse_rope_scaling(args.rope_scaling) if args.rope_scaling else 1
+    low, high, why = choose_bounds(args.session_tokens, facts, args.max_new_tokens, is_builtin=args.trajectories is None, scaling=scaling)
+    check_k(k_values, low, high, facts)
+    specs = with_controls(specs)
+    for spec in specs:
+        spec.check(facts, k_values)
+    console.say(f"sessions of {low:,} to {high:,} tokens, {why}")
+    source = _source(args, low, high)
+    data = prepare_sessions(loaded, source, say=console.say)
+    for note in data.notes:
+        console.warn(note)
+    left_out = data.report.lines()
+    print_list(console, "skipped", left_out, sum(data.report.reasons.values()))
+    branches = step_branches(specs, k_values, facts)
+    identity = run_identity(facts, data, args.max_new_tokens)
+    path = Path(args.output) if args.output is not None else default_run_path("sessions", facts.name, identity)
+    check_free_space(path, len(branches) * len(data.sessions) * _BYTES_A_RECORD + _BYTES_OF_REPORT)
+    details = {
+        "kind": "sessions",
+        "model": facts.name,
+        "device": device_name(facts.device),
+        "dtype": facts.dtype,
+        "trajectories": {"name": source.name, "scripted": args.trajectories is None},
+        "versions": dict(versions()),
+        "settings": {
+            "sessions": len(data.sessions),
+            "session_tokens": f"{low}:{high}",
+            "k": k_values,
+            "methods": [spec.label for spec in specs],
+            "baseline": baseline,
+            "max_new_tokens": args.max_new_tokens,
+            "rendering": data.rendering,
+            "rope_scaling": args.rope_scaling,
+            "seed": args.seed,
+        },
+    }
+    with Run.open(path, identity=identity, details=details) as opened:
+        for problem in opened.problems:
+            console.warn(problem)
+        units = missing_units(opened, data, branches)
+        kept = f"; {len(opened)} records are there already" if len(opened) else ""
+        console.say(
+            f"{facts.name} ({facts.dtype}, {facts.device}), trajectories: {source.name}; {data.rendering}: "
+            f"{len(units)} of {len(data.sessions)} sessions to do, {len(branches)} branches each{kept}"
+        )
+        settings = DecodeSettings(args.max_new_tokens, args.batch_size, not args.no_text, not (args.no_text or args.no_recorded_text))
+        _measure(console, loaded, data, opened, units, settings, log_samples=args.log_samples)
+        return _report(console, opened)
+
+
+def _measure(
+    console: Console,
+    loaded: LoadedModel,
+    data: SessionData,
+    opened: Run,
+    units: list[Unit],
+    settings: DecodeSettings,
+    *,
+    log_samples: bool,
+) -> None:
+    from fathom_eval.agent_sessions import evaluate, stored_references
+    from fathom_eval.memory import gib
+
+    if not units:
+        return
+    references = stored_references(opened.iter_records(), loaded, data)
+    with console.progress(len(units), "sessions") as progress:
+        for session, records in evaluate(loaded, data, units, settings, references=references, say=console.say):
+            opened.append(records)
+            memory = records[0]["memory"]
+            peak = "" if memory["peak_bytes"] is None else f", at most {gib(memory['peak_bytes'])} at once"
+            held = f"prefix and stores took {gib(memory['held_bytes'])} of {gib(memory['estimated_held_bytes'])} estimated{peak}"
+            console.say(f"session {records[0]['sample']}: {held}; prefill {records[0]['prefill_seconds']:.1f} s")
+            if log_samples:
+                folder = opened.path / "samples"
+                folder.mkdir(exist_ok=True)
+                prompt = loaded.tokenizer.decode(session.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                (folder / f"session-{records[0]['sample']}.txt").write_text(prompt, encoding="utf-8")
+            progress.advance()
+
+
+def _report(console: Console, opened: Run) -> int:
+    from fathom_eval.reports.build import build_report
+    from fathom_eval.reports.sessions import summary_table
+
+    files = build_report([opened.path], opened.path / "report")
+    failed = sum(record["finish"] == "error" for record in opened.iter_records())
+    if failed:
+        console.warn(f"{failed} of {len(opened)} branches failed; steps.csv lists them")
+    table = summary_table(opened)
+    console.table(table, title="agreement of each step with that of exact top-k at the same k")
+    console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": table.to_dict(orient="records")})
+    console.result(opened.path, "run")
+    console.result(files.csv, "csv")
+    console.result(files.html, "html")
     return 0
 
 
-def _encoder(args: argparse.Namespace, console: Console) -> tuple[TrajectoryEncoder | None, str]:
-    """The encoder that counts tokens, or None, and what counts."""
-    spec = args.model or args.tokenizer
-    if spec is None:
-        return None, "words of the plain rendering; give --model or --tokenizer to count tokens and to see how many sessions there are"
-    from fathom_eval.sessions.encoded_cache import EncodedCache
-    from fathom_eval.sessions.encoding import TrajectoryEncoder
-    from fathom_eval.sessions.rendering import choose_renderer
-    from fathom_eval.sessions.tokenizers import load_tokenizer
+def _baseline(asked: str | None, specs: list[MethodSpec]) -> str | None:
+    """Label of the method that the others are compared with: as asked, else SparQ D/8, else the first that is no control."""
+    from fathom_eval.methods import parse_method
 
-    try:
-        tokenizer = load_tokenizer(spec, offline=args.offline)
-    except UserError as error:
-        console.warn(f"{error}; words are counted instead")
-        return None, "words of the plain rendering, since the tokenizer is not available"
-    renderer, why = choose_renderer(tokenizer, "template" if args.chat_template else "plain" if args.plain else "auto")
-    cache = EncodedCache()
-    if cache.temporary:
-        console.warn("the cache folder cannot be written: tokens are counted anew every time")
-    return TrajectoryEncoder(tokenizer, renderer, cache), f"tokens of {spec}, {why}"
+    if asked is not None:
+        spec = parse_method(asked)
+        if spec not in specs:
+            raise UserError(f"the baseline '{asked}' is not measured: add it to --methods, or take one of them")
+        return spec.label
+    usual = parse_method(_BASELINE)
+    scans = [spec for spec in specs if not spec.method.control]
+    return usual.label if usual in scans else scans[0].label if scans else None
 
 
-def _print(console: Console, args: argparse.Namespace, inspection: Inspection, counted_with: str) -> None:
-    import pandas
+def _source(args: argparse.Namespace, low: int, high: int) -> SourceSettings:
+    from fathom_eval.session_data import SourceSettings
 
+    return SourceSettings(
+        trajectories=args.trajectories,
+        rendering=rendering_choice(args),
+        sessions=args.sessions,
+        low=low,
+        high=high,
+        seed=args.seed,
+        format_name=args.format,
+        repo=args.repo,
+        default_repo=args.default_repo,
+        condensation=args.condensation,
+        revision=args.trajectories_revision,
+    )
+
+
+def _check_source(args: argparse.Namespace) -> None:
+    """See that there is a first trajectory, and that the range of tokens is one, before a model is loaded."""
+    from fathom_eval.sessions.assembly import parse_session_tokens
+    from fathom_eval.sessions.reading import read_trajectories
+    from fathom_eval.sessions.report import ReadReport
     from fathom_eval.sessions.safe_text import visible
 
-    report = inspection.report
-    formats = ", ".join(f"{name} ({count})" for name, count in report.formats.most_common())
-    console.say(f"{visible(args.file, 200)}: {report.trajectories} trajectories in {report.records} records; format {formats}")
-    console.say(f"counted: {visible(counted_with, 200)}")
-    console.say(
-        f"condensation: {args.condensation}; endings: " + ", ".join(f"{name} {count}" for name, count in inspection.endings.most_common())
+    if args.session_tokens is not None:
+        parse_session_tokens(args.session_tokens)
+    if args.trajectories is None:
+        return
+    if args.offline and not Path(args.trajectories).expanduser().exists():
+        raise UserError(
+            f"there is no file or folder '{visible(args.trajectories, 200)}', and --offline forbids to look for a set of the hub"
+        )
+    next(
+        read_trajectories(
+            args.trajectories,
+            ReadReport(),
+            format_name=args.format,
+            revision=args.trajectories_revision,
+            condensation=args.condensation,
+        )
     )
-    rows = [
-        {
-            "repository": visible(name or "(none named)", 60),
-            "trajectories": counts.trajectories,
-            "steps": counts.steps,
-            "targets": counts.targets,
-            inspection.unit: f"{counts.size:,}",
-            "longest": f"{counts.longest:,}",
-            "sessions": "–" if counts.sessions is None else counts.sessions,
-        }
-        for name, counts in sorted(inspection.repositories.items())
-    ]
-    console.table(pandas.DataFrame(rows))
-    if inspection.plan is not None:
-        total = len(inspection.plan.packs)
-        where = sum(1 for summary in inspection.plan.repositories if summary.sessions)
-        console.say(f"sessions of {args.session_tokens} tokens: {total} of {where} repositories")
-    _print_list(console, "left out or changed", [f"{count} × {what}" for what, count in inspection.notes.most_common()])
-    if inspection.refused:
-        console.say(f"targets not used, since their prompt is no prefix of the trajectory's own tokens: {inspection.refused}")
-    _print_list(console, "skipped", report.lines(), sum(report.reasons.values()))
-    if inspection.plan is not None:
-        unused = [f"{visible(name, 80)}: {why}" for summary in inspection.plan.repositories for name, why in summary.unused]
-        _print_list(console, "trajectories in no session", [*inspection.plan.notes, *unused])
-
-
-def _print_list(console: Console, title: str, lines: list[str], total: int | None = None) -> None:
-    total = len(lines) if total is None else total
-    if total:
-        console.say(f"{title} ({total}):")
-        for line in lines[:_SHOWN_LINES]:
-            console.say(f"  {line}")
-        if total > _SHOWN_LINES:
-            console.say(f"  and {total - min(_SHOWN_LINES, len(lines))} more (--json lists more)")
-
-
-def _document(args: argparse.Namespace, inspection: Inspection, counted_with: str) -> dict[str, Any]:
-    report, plan = inspection.report, inspection.plan
-    return {
-        "file": args.file,
-        "formats": dict(report.formats),
-        "records": report.records,
-        "trajectories": report.trajectories,
-        "condensation": args.condensation,
-        "unit": inspection.unit,
-        "counted": counted_with,
-        "session_tokens": args.session_tokens,
-        "sessions": None if plan is None else len(plan.packs),
-        "repositories": {
-            name: {
-                "trajectories": counts.trajectories,
-                "steps": counts.steps,
-                "targets": counts.targets,
-                inspection.unit: counts.size,
-                "longest": counts.longest,
-                "sessions": counts.sessions,
-            }
-            for name, counts in sorted(inspection.repositories.items())
-        },
-        "endings": dict(inspection.endings),
-        "notes": dict(inspection.notes),
-        "refused_targets": inspection.refused,
-        "problems": dict(report.reasons),
-        "skipped": report.lines(),
-        "unused": []
-        if plan is None
-        else [*plan.notes, *(f"{name}: {why}" for summary in plan.repositories for name, why in summary.unused)],
-    }

@@ -114,11 +114,6 @@ def test_hostile_text_reaches_no_terminal(tmp_path: Path, capsys: pytest.Capture
     assert r"\x1b]0;owned\x07\x1b[2J\u202e\r\nx" in out
 
 
-def test_no_action(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="sessions needs an action"):
-        run()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,124 @@
+"""What a prefix, its stores and the decoding of its branches take on the model's device: estimated before, measured after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fathom_eval.branches import Branch
+from fathom_eval.errors import UserError
+from fathom_eval.kernels.pack import BLOCK
+from fathom_eval.planes import DECODED_LIMIT, SEGMENT_BLOCKS, PlaneSpec
+from fathom_eval.prefill import CHUNK
+from fathom_eval.stores import ExactSpec, LandmarkSpec, StoreSpec
+
+if TYPE_CHECKING:
+    from fathom_eval.models import ModelFacts
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes beside the model's weights.
+
+    Attributes:
+        prefix: K/V of all layers.
+        stores: What the methods scan, in all layers, built once and shared.
+        tails: K/V of the branches' own tokens.
+        work: Intermediate results of one layer, in the prefill or in a decode step, whichever is larger.
+    """
+
+    prefix: int
+    stores: int
+    tails: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.prefix + self.stores + self.tails + self.work
+
+    def __str__(self) -> str:
+        parts = (("prefix", self.prefix), ("stores", self.stores), ("decode tails", self.tails), ("work space", self.work))
+        return f"{gib(self.total)} (" + ", ".join(f"{name} {gib(size)}" for name, size in parts) + ")"
+
+
+def estimate_memory(facts: ModelFacts, branches: Sequence[Branch], tokens: int, max_new_tokens: int, batch_size: int) -> MemoryEstimate:
+    """What one session needs.
+
+    Args:
+        branches: All branches of the session.
+        tokens: Of the prompt.
+        max_new_tokens: Of every branch.
+        batch_size: The most branches of one batch.
+    """
+    item = torch.finfo(getattr(torch, facts.dtype)).bits // 8
+    row = facts.kv_heads * facts.head_dim
+    stores = {(spec, branch.spec.policy.local) for branch in branches if (spec := branch.spec.method.store(facts)) is not None}
+    rows = min(len(branches), batch_size)
+    most = max((branch.k or 0 for branch in branches), default=0)
+    one_layer_of_keys = row * tokens
+    prefill_work = CHUNK * tokens * (1 + item) + 2 * one_layer_of_keys * item
+    decode_work = (
+        3 * rows * facts.query_heads * tokens * 4  # scores, joined scores and what the selection sorts
+        + rows * facts.query_heads * most * facts.head_dim * 2 * (item + 4)  # gathered K and V, and both in fp32
+        + 2 * one_layer_of_keys * 4  # dense attention and the oracle read fp32 copies
+    )
+    basis_work = 2 * one_layer_of_keys * 8 if any(isinstance(spec, PlaneSpec) and spec.basis == "klt" for spec, _ in stores) else 0
+    return MemoryEstimate(
+        prefix=2 * facts.layers * one_layer_of_keys * item,
+        stores=facts.layers * sum(_store_bytes(spec, facts, tokens - local, item) for spec, local in stores),
+        tails=2 * facts.layers * rows * row * max_new_tokens * item,
+        work=max(prefill_work, decode_work, basis_work),
+    )
+
+
+def check_memory(estimate: MemoryEstimate, device: torch.device, what: str) -> None:
+    """Raise UserError where the estimate exceeds what is free on the device; where that is unknown, nothing is checked."""
+    free = free_bytes(device)
+    if free is not None and estimate.total > free:
+        raise UserError(
+            f"{what} needs about {estimate} beside the model, and {gib(free)} are free on {device}: give shorter sessions "
+            "(--session-tokens), fewer methods, a smaller --batch-size, or --dtype bfloat16"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device: of a GPU with what torch holds unused, of a CPU what Linux calls available. None where unknown."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB, or MiB where that says more."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB // 2 else f"{size / 2**20:.0f} MiB"
+
+
+def _store_bytes(spec: StoreSpec, facts: ModelFacts, tokens: int, item: int) -> int:
+    """Bytes of one store in one layer."""
+    row, blocks = facts.kv_heads * facts.head_dim, max(tokens, 0) // BLOCK
+    if isinstance(spec, ExactSpec):
+        return 0
+    if isinstance(spec, LandmarkSpec):
+        return row * (blocks * BLOCK // spec.size) * 2
+    if not isinstance(spec, PlaneSpec):
+        return row * blocks * BLOCK * item  # a store of another package: no more than the keys themselves
+    full, rest = divmod(blocks, SEGMENT_BLOCKS)
+    total = 0
+    for count in [SEGMENT_BLOCKS] * full + [rest]:
+        decoded = row * spec.planes * count * BLOCK * 4
+        total += row * count * (spec.planes * 8 + 2) + (decoded if decoded <= DECODED_LIMIT else 0)
+    return total
