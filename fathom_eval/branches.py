@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fathom_eval.attention import attend_everything, attend_selected
+from fathom_eval.errors import UserError
 from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.methods import MethodSpec
 from fathom_eval.models import ModelFacts
@@ -76,6 +77,7 @@ class Counts:
         declared_bits: What the methods declare for their plans.
         scan_tokens: Sealed tokens that were scanned.
         channels: Channels read.
+        scans: Layers scanned (not summed over heads).
         rows: Distinct K/V rows attended to.
         candidates: K rows fetched for reranking beyond those.
         fired: Layers whose attention the method decided (not summed over heads).
@@ -85,6 +87,7 @@ class Counts:
     declared_bits: Tensor
     scan_tokens: Tensor
     channels: Tensor
+    scans: Tensor
     rows: Tensor
     candidates: Tensor
     fired: Tensor
@@ -92,7 +95,7 @@ class Counts:
     @classmethod
     def zero(cls, rows: int, device: torch.device) -> Counts:
         """Nothing counted yet."""
-        whole = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(6)]
+        whole = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(7)]
         return cls(whole[0], torch.zeros(rows, dtype=torch.float64, device=device), *whole[1:])
 
 
@@ -121,7 +124,6 @@ class BranchBatch:
         """See :class:`fathom_eval.attention.BranchAttention`."""
         context = _Context(self.prefix.layers[layer], query, keys, values, scaling)
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-        self.counts.fired += 1
         if self._any_dense:
             self._attend_densely(context, self._dense, output)
         if self._scans:
@@ -170,14 +172,20 @@ class BranchBatch:
     def _scan(self, group: _ScanGroup, layer: int, context: _Context, scores: Tensor) -> tuple[_ScanGroup, Store, Tensor | None]:
         """Score all tokens for the rows of one store: sealed blocks by the store, the unsealed tail exactly."""
         query = context.query[group.rows]
-        shared = context.layer.store(group.store, group.sealed)
         sealed = _sealed_tokens(context.tokens, group.policy.local)
-        own = self._seal(group, layer, context, shared, sealed)
+        try:
+            shared = context.layer.store(group.store, group.sealed)
+            own = self._seal(group, layer, context, shared, sealed)
+        except ValueError as error:
+            labels = ", ".join(method.spec.label for method in group.methods)
+            raise UserError(f"layer {layer} cannot be stored for {labels}: {error}") from error
         projected = shared.project(query)
         plans = [method.spec.method.plan(projected[method.rows], method.indexes[layer]) for method in group.methods]
         for method, part in zip(group.methods, plans, strict=True):
             method.plans.append(part)
-        plan = None if plans[0] is None else torch.cat([part for part in plans if part is not None])
+        planned = [part for part in plans if part is not None]
+        assert len(planned) in (0, len(plans)), "methods that scan one store all have a plan, or none has"
+        plan = torch.cat(planned) if planned else None
         parts, reads = [], None
         for store in (shared, own):
             if store is not None and store.tokens:
@@ -208,6 +216,7 @@ class BranchBatch:
         counts.scan_bits[group.rows] += torch.stack([reads.bits for reads in group.reads]).sum((0, 2))
         counts.channels[group.rows] += torch.stack([reads.channels for reads in group.reads]).sum((0, 2))
         counts.scan_tokens[group.rows] += tokens.sum() * heads
+        counts.scans[group.rows] += len(group.reads)
         for method in group.methods:
             plans = [plan for plan in method.plans if plan is not None]
             declared = method.spec.method.declared_bits(torch.stack(plans) if plans else None, self.facts)
@@ -232,6 +241,7 @@ class BranchBatch:
         if best.shape[-1] > count:
             best = self._rerank(group, context, best, count, stop)
         self.counts.rows[rows] += (distinct_rows(best, tokens) + (tokens - (stop - start))).sum(-1)
+        self.counts.fired[rows] += 1
         fetched, mask = (best, None) if policy.attend == "own" else union_of_group(best)
         kept_keys, kept_values = context.kept(rows, start, stop)
         keys, values = context.gather_keys(rows, fetched, stop), context.gather_values(rows, fetched, stop)
@@ -260,6 +270,7 @@ class BranchBatch:
             context.query[rows], context.layer.keys, context.layer.values, context.keys[rows], context.values[rows], context.scaling
         )
         self.counts.rows[rows] += context.tokens * self.facts.kv_heads
+        self.counts.fired[rows] += 1
 
 
 class _Context:

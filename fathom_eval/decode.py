@@ -168,7 +168,7 @@ def _counts(batch: BranchBatch, row: int, steps: int) -> dict[str, Any]:
         "fired": int(counts.fired[row]),
         "bits": int(counts.scan_bits[row]) / scanned if scanned else None,
         "declared_bits": float(counts.declared_bits[row]) / scanned if scanned else None,
-        "channels": int(counts.channels[row]) / attended if scanned else None,
+        "channels": int(counts.channels[row]) / (int(counts.scans[row]) * batch.facts.kv_heads) if scanned else None,
         "rows": int(counts.rows[row]) / attended,
         "candidate_rows": int(counts.candidates[row]) / attended,
     }

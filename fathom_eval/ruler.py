@@ -38,6 +38,7 @@ def run_identity(facts: ModelFacts, builder: SampleBuilder) -> dict[str, Any]:
         "tokenizer": facts.tokenizer_fingerprint,
         "dtype": facts.dtype,
         "device": facts.device.split(":")[0],
+        "end_tokens": list(facts.eos_token_ids),
         **builder.identity,
     }
 
@@ -64,16 +65,14 @@ def missing_units(run: Run, tasks: Sequence[str], contexts: Sequence[int], limit
     return units
 
 
-def evaluate(
-    loaded: LoadedModel, builder: SampleBuilder, units: Sequence[Unit], batch_size: int
-) -> Iterator[tuple[Sample, list[dict[str, Any]]]]:
+def evaluate(loaded: LoadedModel, builder: SampleBuilder, units: Sequence[Unit], batch_size: int) -> Iterator[list[dict[str, Any]]]:
     """Measure units one by one.
 
     Args:
         batch_size: The most branches that are decoded in one batch; all of them still share one prefill.
 
     Yields:
-        Each sample with its records, to be written together.
+        The records of each sample, to be written together.
     """
     for unit in units:
         sample = builder.build(unit.task, unit.context, unit.index)
@@ -85,7 +84,7 @@ def evaluate(
             results = decode(loaded, prefix, part, sample.max_new_tokens)
             seconds = (time.perf_counter() - began) / len(part)
             records += [_record(loaded, unit, sample, prefix, result, seconds) for result in results]
-        yield sample, records
+        yield records
 
 
 def _identity(task: str, context: int, index: int, branch: Branch) -> dict[str, Any]:

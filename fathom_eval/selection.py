@@ -40,8 +40,8 @@ class Policy:
         """Raise :class:`UserError` for a k or switches that cannot work."""
         if self.sink < 0 or self.local < 1:
             raise UserError(f"{label}: sink must be at least 0 and local at least 1 (the current token)")
-        if self.rerank < 1:
-            raise UserError(f"{label}: rerank={self.rerank} must be at least 1 (1 turns it off)")
+        if not 1 <= self.rerank <= 1000:
+            raise UserError(f"{label}: rerank={self.rerank} must be at least 1 (which turns it off) and at most 1000")
         # With keep_tail up to 63 unsealed tokens are kept beside the local window.
         least = self.sink + self.local + (63 if self.keep_tail else 0)
         if k <= least:

@@ -193,7 +193,8 @@ def _cells(points: Sequence[Point], context: int, tasks: Sequence[str], name: st
         elif method.role is Role.EXACT:
             exact[k].update(own)
     # A task, not a cell: a method with few samples must not drop a task that the others are measured on.
-    floor = bool(dense) and (fmean(dense.values()) < FLOOR or not is_discriminative(list(dense.values())))
+    # Over all tasks the question is settled: the mean is over those that can tell something.
+    floor = name != ALL_TASKS and bool(dense) and (fmean(dense.values()) < FLOOR or not is_discriminative(list(dense.values())))
     marks = [NOT_DISCRIMINATIVE] if floor else []
     cells = [
         _cell(name, context, k, method, members, scores[k, method], len(expected[k]), dense, exact[k], marks)

@@ -112,6 +112,9 @@ def _wikitext(offline: bool) -> Haystack:
         return haystack
     if offline:
         raise UserError("haystack wikitext is not in the datasets cache and the network is off; use python-docs or a text file")
+    _datasets()  # where the package is missing, that is what to say
+    if not _hub_answers(HUB_PATIENCE):
+        raise UserError(f"haystack wikitext: the model hub did not answer within {HUB_PATIENCE:g} s; use python-docs or a text file")
     return _downloaded_wikitext()
 
 

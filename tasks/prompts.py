@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSION = "1"
+VERSION = "2"
 
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 FIRST_ASSIGNMENT = "VAR {name} = {value}."
@@ -20,7 +20,8 @@ class Wording:
     """The text around a context.
 
     The answer prefix ends right before the answer, without a trailing space. An answer of several parts is expected with
-    ``separator`` between them: this counts for its length in tokens, not for its score.
+    ``separator`` between them: this counts for its length in tokens, not for its score. A prefix for several numbers ends
+    in "the numbers" and not in a colon, which invites a numbered list: four of its lines are longer than the limit.
     """
 
     instruction: str
@@ -42,12 +43,12 @@ NIAH_MULTIKEY = Wording(
 NIAH_MULTIVALUE = Wording(
     instruction="Here is a long text. Special magic numbers are hidden in it. Read it and remember all the numbers.",
     question="What are the {count} special magic numbers for {keys} in the text above?",
-    answer_prefix="The {count} special magic numbers for {keys} are:",
+    answer_prefix="The {count} special magic numbers for {keys} are the numbers",
 )
 NIAH_MULTIQUERY = Wording(
     instruction="Here is a long text. Special magic numbers are hidden in it. Read it and remember all the numbers.",
     question="What are the special magic numbers for {keys} in the text above?",
-    answer_prefix="The special magic numbers for {keys} are, in this order:",
+    answer_prefix="The special magic numbers for {keys} are, in this order, the numbers",
 )
 VARIABLE_TRACKING = Wording(
     instruction="Here is a long text. Assignments of variables are hidden in it. Read it and follow the value of every variable.",

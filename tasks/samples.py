@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FULLNESS = 0.97
 """A prompt takes at least this share of the asked length."""
 _ATTEMPTS = 8
+_SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ class SampleBuilder:
             for spec in specs:
                 drafts = [self._draft(spec, context, index)[0] for index in range(samples)]
                 self._encoder.check_answers(drafts, spec.max_new_tokens, spec.name)
-                self.build(spec.name, context, 0)
+                # A short window may lack room for the needles of one sample and not of another; a long one does not.
+                for index in range(samples if context < _SHORT else 1):
+                    self.build(spec.name, context, index)
 
     def build(self, task: str, context: int, index: int) -> Sample:
         """The sample of this task, length and index; always the same one.

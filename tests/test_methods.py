@@ -13,6 +13,7 @@ from fathom_eval.branches import Branch, BranchBatch
 from fathom_eval.calibration import QueryStatistics
 from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
+from fathom_eval.kernels.scan import scan_planes
 from fathom_eval.methods import PAPER, MethodSpec, parse_method, parse_methods, registry
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.planes import PlaneSpec, PlaneStore
@@ -380,3 +381,121 @@ def test_every_method_says_what_it_is() -> None:
         assert kind.family
         assert kind.__doc__
         assert kind().typical_bits(128)
+
+
+def test_a_store_too_large_to_decode_scores_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long contexts unpack plane by plane; the scores are those of the decoded store and of the reference."""
+    layer = layer_prefix(3, 64, 300, torch.float32).layers[0]
+    query = step(3, 64, 2, torch.float32)[0]
+    plan = torch.randint(0, 5, (2, 2, 64), generator=torch.Generator().manual_seed(3))
+    decoded = PlaneSpec("raw").build(layer, 256).scan(query, query, plan)[0]
+    monkeypatch.setattr("fathom_eval.planes.DECODED_LIMIT", 0)
+    store = PlaneSpec("raw").build(layer, 256)
+    assert isinstance(store, PlaneStore)
+    found = store.scan(query, query, plan)[0]
+    assert store.segments[0].decoded is None
+    torch.testing.assert_close(found, decoded, rtol=1e-5, atol=1e-4)
+    for row in range(2):
+        reference = scan_planes(query[row], plan[row], store.segments[0].planes, store.segments[0].scales)
+        torch.testing.assert_close(found[row], reference, rtol=1e-5, atol=1e-4)
+
+
+def test_auto_basis_is_raw_with_qk_norm_and_klt_without() -> None:
+    plain = facts_of(3, 64)
+    assert parse_method("fathom").method.store(plain) == PlaneSpec("klt")
+    assert parse_method("fathom").method.store(dataclasses.replace(plain, qk_norm=True)) == PlaneSpec("raw")
+
+
+def test_a_block_is_sealed_when_it_has_left_the_local_window_and_not_before() -> None:
+    facts, spec = facts_of(3, 64), parse_method("full")
+    for tokens, sealed in ((95, 64), (94, 0), (159, 128), (158, 64)):  # tokens of the prefix; the step's own makes one more
+        keys, values = torch.randn(2, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
+        prefix = Prefix(tuple(range(tokens + 1)), (PrefixLayer(keys, values, QueryStatistics()),))
+        batch = BranchBatch(prefix, [Branch(spec, 60)], facts)
+        batch.attend(0, *step(3, 64, 1, torch.float32), 0.125)
+        assert batch.counts.scan_tokens.item() == 2 * sealed
+
+
+def test_loki_orders_by_score_variance_and_double_sparsity_by_both_magnitudes() -> None:
+    """Queries that ignore the keys' widest directions: an order by the keys alone would take them."""
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(2, 300, 16, generator=generator) * torch.tensor([8.0, 4.0, 2.0, 1.0]).repeat(4)
+    queries = torch.randn(2, 3, 300, 16, generator=generator) * torch.tensor([0.01, 1.0, 1.0, 1.0]).repeat(4)
+    statistics = QueryStatistics()
+    statistics.add(queries)
+    layer, facts = PrefixLayer(keys, keys, statistics), facts_of(3, 16)
+    sparsity = parse_method("double_sparsity:c=4").method.index(layer, facts)
+    assert (sparsity.nonzero()[:, 1] % 4 == 1).all(), "wide keys and wide queries"
+    loki = parse_method("loki:r=4").method.index(layer, facts)
+    basis = layer.key_statistics.basis
+    expected = (basis.variance * (queries.flatten(1, 2) @ basis.vectors).square().mean(1)).topk(4).indices
+    assert torch.equal(loki.nonzero()[:, 1].view(2, 4), expected.sort(-1).values)
+    assert (loki[:, :4] == 0).any(), "not simply the widest directions of the keys"
+
+
+def test_fathom_plans_with_the_variance_of_its_own_basis() -> None:
+    layer, facts = layer_prefix(3, 64, 300, torch.float32).layers[0], facts_of(3, 64)
+    for basis, variance in (("raw", layer.keys.var(1)), ("klt", layer.key_statistics.basis.variance)):
+        index = parse_method(f"fathom:basis={basis}").method.index(layer, facts)
+        torch.testing.assert_close(index[0], variance, rtol=1e-4, atol=1e-6)
+
+
+def test_the_temperature_of_reallocation_follows_what_the_scan_covered(tiny: LoadedModel) -> None:
+    """The mass that SparQ gives to the mean value, against its formula: softmax(s / sqrt(D·‖q̂‖₁/‖q‖₁)) outside the selected set."""
+    prefix = prefill(tiny, prompt(tiny, 300))
+    query, keys, values = step(3, 16, 1, torch.float32)
+    plain, found = (
+        BranchBatch(prefix, [Branch(parse_method(text), 60)], tiny.facts).attend(0, query, keys, values, 0.25)
+        for text in ("sparq:r=1", "sparq:r=1:reallocate=true")
+    )
+    mean = torch.cat([prefix.layers[0].values, values[0]], dim=1).mean(1).unsqueeze(1)
+    missed = ((found - plain) * (mean - plain)).sum(-1) / (mean - plain).square().sum(-1)
+
+    all_keys = torch.cat([prefix.layers[0].keys, keys[0]], dim=1)
+    channel = query[0].abs().sum(1).argmax(-1)  # the one channel of each KV head
+    store = prefix.layers[0].store(PlaneSpec("raw"), 256)
+    plan = torch.nn.functional.one_hot(channel, 16).unsqueeze(0) * 4
+    scores = torch.cat([store.scan(query, query, plan)[0][0], query[0] @ all_keys[:, 256:].transpose(-1, -2)], dim=-1)
+    picked = query[0].abs().gather(-1, channel[:, None, None].expand(2, 3, 1)).squeeze(-1)
+    temperature = (16 * picked / query[0].abs().sum(-1)).sqrt().unsqueeze(-1)
+    weights = (scores / temperature).softmax(-1)
+    best = scores[..., 4:-32].topk(24).indices + 4
+    expected = weights[..., 4:-32].sum(-1) - weights.gather(-1, best).sum(-1)
+    torch.testing.assert_close(missed[0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_union_attends_to_every_token_of_the_group_once(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 300))
+    query, keys, values = step(3, 16, 1, torch.float32)
+    found = BranchBatch(prefix, [Branch(parse_method("exact:attend=union"), 60)], tiny.facts).attend(0, query, keys, values, 0.25)
+    all_keys = torch.cat([prefix.layers[0].keys, keys[0]], dim=1)
+    all_values = torch.cat([prefix.layers[0].values, values[0]], dim=1)
+    scores = query[0] @ all_keys.transpose(-1, -2)
+    inside = torch.zeros(2, 300, dtype=torch.bool)
+    inside[:, :4] = inside[:, -32:] = True
+    inside.scatter_(1, (scores[..., 4:-32].topk(24).indices + 4).flatten(1), True)
+    weights = (scores * 0.25).masked_fill(~inside.unsqueeze(1), -torch.inf).softmax(-1)
+    torch.testing.assert_close(found[0], weights @ all_values)
+
+
+def test_a_method_that_is_bypassed_has_not_fired(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = prefill(tiny, prompt(tiny, 300))
+    monkeypatch.setattr(BranchBatch, "_select_and_attend", lambda self, group, context, *_: context.query[group.rows] * 0)
+    [result] = decode(tiny, prefix, [Branch(parse_method("sparq"), 60)], 3)
+    assert result.fired == 0
+
+
+def test_active_channels_are_a_mean_over_the_layers_that_are_scanned(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 300))
+    results = decode(tiny, prefix, [Branch(parse_method(text), 60) for text in ("sparq", "sparq:dense_layers=0+2")], 3)
+    assert [result.channels for result in results] == [2.0, 2.0]
+    assert [result.bits for result in results] == [8.5, 8.5]
+
+
+def test_keys_that_a_scale_cannot_hold_name_layer_head_and_method(tiny: LoadedModel) -> None:
+    prefix = prefill(tiny, prompt(tiny, 300))
+    keys = prefix.layers[2].keys.clone()
+    keys[1, 10, 3] = 7e4
+    layers = (*prefix.layers[:2], PrefixLayer(keys, prefix.layers[2].values, prefix.layers[2].query_statistics))
+    with pytest.raises(UserError, match=r"layer 2 cannot be stored for full 4-bit: keys above 65,504.* in KV head 1"):
+        decode(tiny, Prefix(prefix.token_ids, layers), [Branch(parse_method("full"), 60)], 2)

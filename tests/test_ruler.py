@@ -137,7 +137,8 @@ def test_json_is_one_document(arguments: Callable[..., list[str]], capsys: pytes
     assert main([*arguments(methods="dense,exact", tasks="niah_single"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert Path(document["html"]).exists()
-    assert document["table"]
+    assert {row["method"] for row in document["results"]} == {"dense", "exact"}
+    assert all(0 <= row["score"] <= 1 for row in document["results"])
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -146,7 +147,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tasks": "niah_singel"}, "unknown task 'niah_singel'; did you mean 'niah_single'"),
     ({"model": "smolm2"}, "did you mean 'smollm2'"),
     ({"k": "36"}, "k=36 leaves nothing to select"),
-    ({"k": "x"}, "--k: 'x' is not a whole number"),
+    ({"k": "x"}, "--k: 'x' is not a whole number from 1"),
     ({"k": ""}, "--k is empty"),
     ({"context": "4090"}, "exceed"),
     ({"context": "60"}, "too short for niah_single"),
@@ -156,10 +157,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"methods": "sparq:dense_layers=5"}, "dense layer 5 is not in 0..1"),
     ({"device": "tpu"}, "tpu"),
     ({"dtype": "int4"}, "int4"),
+    ({"decoys": "-1"}, "--decoys -1 must be at least 0"),
+    ({"k": "9" * 5000}, "is not a whole number from 1 to"),
+    ({"limit": str(10**30)}, "at most 999,999,999"),
+    ({"methods": "dense:sink=8"}, "attends to everything, so sink=8 does nothing"),
+    ({"methods": "exact:rerank=2"}, "rerank does nothing"),
+    ({"methods": "sparq:rerank=inf"}, "at most 1000"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message for _, message in BAD])
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message[:40] for _, message in BAD])
 def test_bad_input_is_one_line_and_exit_code_2_before_any_prefill(
     arguments: Callable[..., list[str]],
     tmp_path: Path,
@@ -240,3 +247,19 @@ def test_a_tokenizer_that_is_missing_is_named(
         file.unlink()
     assert main(arguments(model=folder)) == 2
     assert "tokenizer" in capsys.readouterr().err
+
+
+def test_every_field_of_the_identity_tells_runs_apart(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(arguments(methods="dense", tasks="niah_single", limit=1)) == 0
+    recorded = json.loads((tmp_path / "run" / "manifest.json").read_text())["identity"]
+    fields = {"protocol", "model", "tokenizer", "dtype", "device", "end_tokens", "prompts", "haystack", "seed", "decoys", "chat_template"}
+    assert set(recorded) == fields
+    original = ruler_module.run_identity
+    for field in sorted(fields):
+        capsys.readouterr()
+        changed = {field: "other"}
+        monkeypatch.setattr(ruler_module, "run_identity", lambda facts, builder, changed=changed: {**original(facts, builder), **changed})
+        assert main(arguments(methods="dense", tasks="niah_single", limit=1)) == 2
+        assert field in capsys.readouterr().err

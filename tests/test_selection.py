@@ -75,6 +75,8 @@ def test_union_holds_every_index_of_the_group_once() -> None:
         (Policy(), 36, "k=36 leaves nothing to select; it must be above sink \\+ local = 36"),
         (Policy(keep_tail=True), 99, "the unsealed tail = 99"),
         (Policy(rerank=0.5), 128, "rerank=0.5 must be at least 1"),
+        (Policy(rerank=float("inf")), 128, "at most 1000"),
+        (Policy(rerank=float("nan")), 128, "at most 1000"),
         (Policy(local=0), 128, "local at least 1"),
     ],
 )

@@ -39,16 +39,16 @@ def numbers(text: str, flag: str) -> list[int]:
     """A comma-separated list of whole numbers of at least 1, sorted, each once."""
     found = set()
     for word in words(text, flag):
-        if not word.isdecimal() or int(word) < 1:
-            raise UserError(f"{flag}: '{word}' is not a whole number of at least 1")
+        if not word.isdecimal() or len(word) > 9 or int(word) < 1:
+            raise UserError(f"{flag}: '{word[:20]}' is not a whole number from 1 to 999,999,999")
         found.add(int(word))
     return sorted(found)
 
 
 def at_least_one(value: int, flag: str) -> None:
     """Raise :class:`UserError` unless the number is at least 1."""
-    if value < 1:
-        raise UserError(f"{flag} {value} must be at least 1")
+    if not 1 <= value <= 999_999_999:
+        raise UserError(f"{flag} {value} must be at least 1 and at most 999,999,999")
 
 
 def device_name(device: str) -> str:

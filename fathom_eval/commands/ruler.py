@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
+from fathom_eval.errors import UserError
+from fathom_eval.run import MANIFEST, Run, check_free_space, default_run_path
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
     from fathom_eval.models import LoadedModel
-    from fathom_eval.run import Run
-    from fathom_eval.tasks.samples import Sample, SampleBuilder
+    from fathom_eval.tasks.samples import SampleBuilder
 
 HELP = "Run RULER-style tasks: every method decodes from one dense prefill a sample."
 EXAMPLE = "fathom-eval ruler --context 2048 --k 64,128 --tasks niah_single,vt --limit 8"
@@ -46,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
     from fathom_eval.console import Console
     from fathom_eval.methods import parse_methods
-    from fathom_eval.run import Run, check_free_space, default_run_path
     from fathom_eval.tasks.haystack import load_haystack
     from fathom_eval.tasks.samples import find_task
 
     console = Console(quiet=args.quiet, json=args.json)
     specs = parse_methods(args.methods)
+    specs += [spec for spec in parse_methods("dense,exact") if spec not in specs]  # the references beside every cell
     tasks = [find_task(name).name for name in dict.fromkeys(words(args.tasks, "--tasks"))]
     contexts, k_values = numbers(args.context, "--context"), numbers(args.k, "--k")
     at_least_one(args.limit, "--limit")
@@ -60,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
         if not spec.method.control or spec.method.name == "exact":
             for k in k_values:
                 spec.policy.check(k, spec.label)
+    if args.decoys < 0:
+        raise UserError(f"--decoys {args.decoys} must be at least 0")
     if args.output is not None:
         Run.check(Path(args.output))
-    haystack = load_haystack(args.haystack, offline=args.offline, say=console.say)
+    haystack = load_haystack(_haystack_of_run(args), offline=args.offline, say=console.say)
 
     from fathom_eval.models import load_model
     from fathom_eval.ruler import all_branches, missing_units, run_identity, versions
@@ -108,7 +112,12 @@ def run(args: argparse.Namespace) -> int:
     with Run.open(path, identity=identity, details=details) as opened:
         for problem in opened.problems:
             console.warn(problem)
+        if args.log_samples:
+            _log_samples(opened.path, builder, tasks, contexts, args.limit)
         units = missing_units(opened, tasks, contexts, args.limit, branches)
+        everything = [k for k in k_values if k >= min(contexts)]
+        if everything:
+            console.warn(f"k={everything[0]} selects every token of {min(contexts)}: all methods equal dense there")
         _say_plan(console, opened, len(units), len(branches), loaded, details["haystack"]["name"])
         _measure(console, loaded, builder, opened, units, args)
         return _report(console, opened)
@@ -123,15 +132,15 @@ def _measure(
         return
     with console.progress(len(units), "samples") as progress:
         progress.advance(0, note=f"{units[0].task} {units[0].context}")
-        for sample, records in evaluate(loaded, builder, units, args.batch_size):
+        for records in evaluate(loaded, builder, units, args.batch_size):
             opened.append(records)
-            if args.log_samples:
-                _log_sample(opened.path, sample)
             following = units[progress.done + 1 : progress.done + 2]
             progress.advance(note=f"{following[0].task} {following[0].context}" if following else "")
 
 
 def _report(console: Console, opened: Run) -> int:
+    import pandas
+
     from fathom_eval.reports.build import build_report
     from fathom_eval.reports.tables import summary_table
 
@@ -142,7 +151,8 @@ def _report(console: Console, opened: Run) -> int:
         console.warn(f"{failed} of {len(records)} branches failed; the report lists them")
     table = summary_table(records)
     console.table(table, title="score of each method (bits: scan bits per token, KV head and layer)")
-    console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": table.to_dict(orient="records")})
+    rows = json.loads(pandas.read_csv(files.csv).to_json(orient="records"))
+    console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "results": rows})
     console.result(opened.path, "run")
     console.result(files.csv, "csv")
     console.result(files.html, "html")
@@ -158,7 +168,23 @@ def _say_plan(console: Console, opened: Run, units: int, branches: int, loaded: 
     )
 
 
-def _log_sample(path: Path, sample: Sample) -> None:
+def _haystack_of_run(args: argparse.Namespace) -> str:
+    """``auto`` is what the run that is resumed took, so that a network that came or went does not make it another run."""
+    if args.haystack == "auto" and args.output is not None and (Path(args.output) / MANIFEST).exists():
+        name = Run.load(Path(args.output)).manifest.get("haystack", {}).get("name")
+        if name in ("wikitext", "python-docs"):
+            return str(name)
+    return str(args.haystack)
+
+
+def _log_samples(path: Path, builder: SampleBuilder, tasks: list[str], contexts: list[int], limit: int) -> None:
     folder = path / "samples"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{sample.task}-{sample.context}-{sample.index}.txt").write_text(sample.prompt, encoding="utf-8")
+    try:
+        folder.mkdir(exist_ok=True)
+        for context in contexts:
+            for task in tasks:
+                for index in range(limit):
+                    sample = builder.build(task, context, index)
+                    (folder / f"{task}-{context}-{index}.txt").write_text(sample.prompt, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the prompts cannot be written to {folder}: {error.strerror or error}") from error

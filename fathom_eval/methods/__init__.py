@@ -107,9 +107,14 @@ class MethodSpec:
         for layer in self.policy.dense_layers:
             if not 0 <= layer < facts.layers:
                 raise UserError(f"{self.label}: dense layer {layer} is not in 0..{facts.layers - 1}")
-        if self.method.store(facts) is not None:
-            for k in k_values:
-                self.policy.check(k, self.label)
+        if self.method.store(facts) is None:
+            if changed := ", ".join(self._changed_policy()):
+                raise UserError(f"{self.label}: {self.method.name} attends to everything, so {changed} does nothing")
+            return
+        if self.method.name == "exact" and self.policy.rerank != 1:
+            raise UserError(f"{self.label}: exact ranks by exact scores, so rerank does nothing")
+        for k in k_values:
+            self.policy.check(k, self.label)
 
 
 def parse_method(text: str) -> MethodSpec:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fathom_eval.errors import UserError
-from fathom_eval.tasks import samples
+from fathom_eval.tasks import prompts, samples
 from fathom_eval.tasks.haystack import Haystack, load_haystack
 from fathom_eval.tasks.samples import FULLNESS, TASKS, SampleBuilder, sample_seed
 
@@ -234,7 +234,7 @@ def test_answers_of_every_sample_to_come_are_checked(builder: SampleBuilder, mon
 
 def test_identity_names_what_can_change_a_sample(tokenizer, prose: Haystack):
     identity = SampleBuilder(tokenizer, prose, seed=3, decoys=2).identity
-    assert identity == {"prompts": "1", "haystack": prose.sha256, "seed": 3, "decoys": 2, "chat_template": False}
+    assert identity == {"prompts": prompts.VERSION, "haystack": prose.sha256, "seed": 3, "decoys": 2, "chat_template": False}
 
 
 def test_decoys(tokenizer, prose: Haystack):
