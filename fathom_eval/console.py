@@ -1,4 +1,4 @@
-"""What a command prints: results on standard output, everything about the work on standard error.
+"""What a command prints: what it did and found on standard output, progress and warnings on standard error.
 
 Rich bars and tables where a person watches; where output goes to a file, plain lines, and few of them. Text that a model, a plug-in or a
 file produced passes through :func:`printable` before it reaches a terminal, a table or a page.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ CONFIDENCE = 0.95
 FLOOR = 0.05
 """A score at which a task is as good as unsolved."""
 CEILING = 0.99
+"""A score at which a task is as good as solved."""
 _NORMAL_QUANTILE = 1.959963984540054  # of CONFIDENCE, two-sided
 _RESAMPLED_VALUES = 4_000_000  # drawn at a time: bounds the memory of the bootstrap to some 64 MB
 _SAME = 1e-12
@@ -57,14 +58,6 @@ def pooled_mean_and_standard_error(groups: Mapping[str, Sequence[float]]) -> Est
     return Estimate(float(np.mean([group.mean() for group in scores])), _standard_error(pooled), len(pooled))
 
 
-def align_pairs(a: Mapping[Hashable, float], b: Mapping[Hashable, float]) -> tuple[list[float], list[float]]:
-    """Scores of the samples (or sessions) that both have, in the order of ``a``. Raises ``ValueError`` if they share none."""
-    shared = [key for key in a if key in b]
-    if not shared:
-        raise ValueError("the two methods share no sample")
-    return [a[key] for key in shared], [b[key] for key in shared]
-
-
 def paired_difference(a: Sequence[float], b: Sequence[float], *, resamples: int = 10_000, seed: int) -> PairedDifference:
     """Compare two methods on the same samples (or sessions).
 
@@ -99,16 +92,6 @@ def is_discriminative(dense_scores: Sequence[float], *, floor: float = FLOOR) ->
     dense = mean_and_standard_error(dense_scores)
     error = 0.0 if math.isnan(dense.standard_error) else dense.standard_error
     return dense.mean - _NORMAL_QUANTILE * error > floor
-
-
-def is_at_ceiling(scores: Sequence[float], *, ceiling: float = CEILING) -> bool:
-    """Whether the mean leaves no room above it: methods that all are there cannot be told apart."""
-    return mean_and_standard_error(scores).mean >= ceiling
-
-
-def is_significantly_above(difference: PairedDifference) -> bool:
-    """Whether ``a`` is above ``b`` by more than chance. Of a sparse method over dense this asks for an explanation."""
-    return difference.low > 0
 
 
 def _bootstrap_interval(values: np.ndarray, resamples: int, seed: int) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from fathom_eval.run import canonical_json
 
 LEGEND = (
     "score ± standard error; ▼ below and ▲ above exact top-k at the same k by a paired 95 % interval; "
-    "≈ not discriminative, dense itself is at the floor"
+    "≈ not discriminative, dense itself is at the floor: left out of all tasks"
 )
 
 # fmt: off
