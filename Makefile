@@ -11,7 +11,7 @@ BIN := .venv/bin
 PY := $(BIN)/python -P -m
 
 DEMO_OUTPUT ?= runs/demo
-DEMO_ARGS ?= --model smollm2 --context 2048 --k 64 --limit 2
+DEMO_ARGS ?= --model smollm2 --context 2048 --k 64 --limit 3
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\): .*## /  make \1\t/p' Makefile | expand -t 18

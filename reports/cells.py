@@ -15,8 +15,8 @@ from fathom_eval.run import canonical_json
 from fathom_eval.stats import is_discriminative, mean_and_standard_error, paired_difference, pooled_mean_and_standard_error
 
 FLOOR = 0.1
-"""Where dense attention itself scores below this, or is not above zero by more than its sampling error
-(:func:`~fathom_eval.stats.is_discriminative`), no scan can show a loss: the cell is marked ``not discriminative``."""
+"""Where dense attention itself scores below this, or with some samples is not clearly above the floor of
+:func:`~fathom_eval.stats.is_discriminative`, no scan can show a loss: the cell is marked ``not discriminative``."""
 
 NOT_DISCRIMINATIVE = "not discriminative"
 
@@ -194,13 +194,19 @@ def _cells(points: Sequence[Point], context: int, tasks: Sequence[str], name: st
             exact[k].update(own)
     # A task, not a cell: a method with few samples must not drop a task that the others are measured on.
     # Over all tasks the question is settled: the mean is over those that can tell something.
-    floor = name != ALL_TASKS and bool(dense) and (fmean(dense.values()) < FLOOR or not is_discriminative(list(dense.values())))
-    marks = [NOT_DISCRIMINATIVE] if floor else []
+    marks = [NOT_DISCRIMINATIVE] if name != ALL_TASKS and _at_floor(list(dense.values())) else []
     cells = [
         _cell(name, context, k, method, members, scores[k, method], len(expected[k]), dense, exact[k], marks)
         for (k, method), members in groups.items()
     ]
     return sorted(cells, key=sort_key)
+
+
+def _at_floor(dense: Sequence[float]) -> bool:
+    if not dense:
+        return False
+    # Of a few samples the error is too uncertain to mark a task by: there the mean alone decides.
+    return fmean(dense) < FLOOR or (len(dense) >= MINIMUM_PAIRS and not is_discriminative(dense))
 
 
 def _cell(
