@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,15 @@ def test_the_result_table_is_the_published_runs() -> None:
     table = [line for line in section.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 14
     assert [line for line in README.splitlines() if line.startswith("|")] == table
+
+
+def test_the_cost_is_the_recorded_one() -> None:
+    recorded = json.loads((ROOT / "reports/published/branching-cpu/result.json").read_text(encoding="utf-8"))
+    words = " ".join(README.split())
+    for seconds in (recorded["branched_seconds"], recorded["separate_seconds"]):
+        assert f"take {statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})" in words
+    assert f"{recorded['ratio']['median']:.1f} times less" in words
+    assert f"{recorded['peak_growth_over_prefix_and_stores']:.2f} times the prefix's K/V and the stores" in words
 
 
 def test_every_command_shown_is_one_that_the_parser_takes() -> None:
