@@ -314,3 +314,14 @@ def test_a_method_that_fails_is_named_and_the_rest_goes_on(
     for problem in BROKEN.values():
         assert f"failed in 1 windows: {problem}" in output.err
     assert "failed" in output.out
+
+
+def test_report_writes_the_tables_of_a_fidelity_run(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments()) == 0
+    run = next(word.partition("=")[2] for word in arguments() if word.startswith("--output="))
+    capsys.readouterr()
+    assert cli.main(["report", run, "--output", str(tmp_path / "tables"), "--quiet"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "tables" / "results.csv")
+    assert (tmp_path / "tables" / "pairs.csv").exists()

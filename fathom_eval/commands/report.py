@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fathom_eval.errors import UserError
+
+if TYPE_CHECKING:
+    from fathom_eval.console import Console
 
 HELP = "Write tables, figures and one self-contained HTML page from recorded runs."
 EXAMPLE = "fathom-eval report runs/first --output reports/first"
@@ -34,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file: --output takes a folder")
 
+    from fathom_eval.run import Run
+
+    if len(runs) == 1 and Run.load(runs[0]).manifest.get("kind") == "fidelity":
+        return _report_fidelity(console, runs[0], output)
     from fathom_eval.reports.build import build_report
 
     files = build_report(runs, output)
@@ -56,4 +64,19 @@ def run(args: argparse.Namespace) -> int:
         console.say(f"overview: {files.overview_csv}")
         console.say(f"samples: {files.samples_csv}")
         console.say(f"figures: {len(files.figures)} files in {files.html.parent / 'figures'}")
+    return 0
+
+
+def _report_fidelity(console: Console, run_path: Path, output: Path) -> int:
+    """A fidelity run has tables and a figure, and no page yet."""
+    from fathom_eval.reports.fidelity import build_fidelity_report
+
+    files = build_fidelity_report(run_path, output)
+    figures = [str(path) for path in files.figures]
+    console.document({"csv": str(files.csv), "pairs_csv": str(files.pairs_csv), "figures": figures})
+    if not console.json:
+        console.result(files.csv, "table")
+        console.say(f"pairs: {files.pairs_csv}")
+        for figure in figures:
+            console.say(f"figure: {figure}")
     return 0
