@@ -19,10 +19,10 @@ IMPLEMENTATION = "fathom_eval"
 
 
 class PrefillObserver(Protocol):
-    """Sees the post-RoPE queries of every layer and chunk of a dense prefill."""
+    """Sees the post-RoPE queries and keys of every layer and chunk of a dense prefill."""
 
-    def observe(self, layer: int, query: Tensor) -> None:
-        """``query``: ``[H, G, m, D]``."""
+    def observe(self, layer: int, query: Tensor, keys: Tensor, scaling: float) -> None:
+        """Queries ``[H, G, m, D]`` of the chunk, and the keys ``[H, n, D]`` of all tokens up to its end."""
 
 
 class BranchAttention(Protocol):
@@ -49,12 +49,12 @@ def attention(
     rows, query_heads, length, head_dim = query.shape
     heads = key.shape[1]
     grouped = query.view(rows, heads, query_heads // heads, length, head_dim)
+    scale = head_dim**-0.5 if scaling is None else scaling
     if branches is not None:
-        scale = head_dim**-0.5 if scaling is None else scaling
         output = branches.attend(layer, grouped.squeeze(-2), key, value, scale)
         return output.reshape(rows, 1, query_heads, -1).to(query.dtype), None
     if observer is not None:
-        observer.observe(layer, grouped[0])
+        observer.observe(layer, grouped[0], key[0], scale)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 

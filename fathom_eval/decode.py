@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ class BranchResult:
         error: Why the branch failed.
         steps: Decode steps taken.
         fired: Layers' attention that the method decided; ``layers × steps`` unless it silently stopped.
-        bits, declared_bits: Scan bits per token, KV head and layer: counted, and what the plans declare; None for controls.
+        bits, declared_bits: Scan bits per token, KV head and layer: counted, and what the plans declare; None for controls, and the
+            latter for a method that declares none.
         channels: Mean channels read; None for controls.
         rows: Mean distinct K/V rows selected per KV head, layer and step.
         candidate_rows: Mean further K rows fetched for reranking.
@@ -100,7 +102,8 @@ def decode(
 ) -> list[BranchResult]:
     """Greedily decode every branch from the same prefix, one row of a batch each.
 
-    The prompt's last token is the first step of every branch, so every generated token comes from the method's own attention.
+    The prompt's last token is the first step of every branch, so every generated token comes from the method's own attention. A method
+    that fails, or whose reads cannot be, ends its own branches with the reason; the others go on.
 
     Args:
         stop_strings: A branch ends with the token that completes one of them in its text, the prompt's end included, as
@@ -136,16 +139,21 @@ def decode(
         current = logits.argmax(-1, keepdim=True)
         tokens.append(current)
         broken = (~torch.isfinite(logits).all(-1)).tolist()
+        failed = [batch.failures.get(row) for row in range(rows)]
         ended = torch.isin(current.squeeze(-1), ends).tolist()
         stopped = [False] * rows if stops is None else stops.add(current.squeeze(-1).tolist(), [count is None for count in counted])
         for row in range(rows):
-            if counted[row] is None and (broken[row] or ended[row] or stopped[row] or step == max_new_tokens - 1):
-                if broken[row]:
-                    finish[row], errors[row] = "error", f"the logits of step {step} are not finite"
+            unusable = broken[row] or failed[row] is not None
+            if counted[row] is None and (unusable or ended[row] or stopped[row] or step == max_new_tokens - 1):
+                if unusable:
+                    finish[row], errors[row] = "error", failed[row] or f"the logits of step {step} are not finite"
                 elif ended[row] or stopped[row]:
                     finish[row] = "eos" if ended[row] else "stop"
-                lengths[row] = step if broken[row] else step + 1
-                counted[row] = _counts(batch, row, step + 1)
+                lengths[row] = step if unusable else step + 1
+                counts = counted[row] = _counts(batch, row, step + 1)
+                impossible = None if unusable else _impossible_reads(batch.branches[row], counts)
+                if impossible is not None:
+                    finish[row], errors[row] = "error", impossible
         if progress is not None:
             progress(step + 1)
         if all(count is not None for count in counted):
@@ -158,6 +166,18 @@ def decode(
     return [result for result in results if result is not None]
 
 
+def _impossible_reads(branch: Branch, counts: dict[str, Any]) -> str | None:
+    """What cannot be about the reads that a branch's method reports; None where all is well."""
+    bits, declared = counts["bits"], counts["declared_bits"]
+    if bits is None:
+        return None
+    if bits < 0 or counts["channels"] < 0:
+        return "it reports reads of less than nothing"
+    if branch.spec.method.declares and not math.isclose(bits, declared, rel_tol=1e-9, abs_tol=1e-9):
+        return f"it declares {declared:g} bits per token and reads {bits:g}"
+    return None
+
+
 def _counts(batch: BranchBatch, row: int, steps: int) -> dict[str, Any]:
     """A branch's counters as means, taken at its last step: rows that have finished are carried along but not counted."""
     counts = batch.counts
@@ -167,7 +187,7 @@ def _counts(batch: BranchBatch, row: int, steps: int) -> dict[str, Any]:
         "steps": steps,
         "fired": int(counts.fired[row]),
         "bits": int(counts.scan_bits[row]) / scanned if scanned else None,
-        "declared_bits": float(counts.declared_bits[row]) / scanned if scanned else None,
+        "declared_bits": float(counts.declared_bits[row]) / scanned if scanned and batch.branches[row].spec.method.declares else None,
         "channels": int(counts.channels[row]) / (int(counts.scans[row]) * batch.facts.kv_heads) if scanned else None,
         "rows": int(counts.rows[row]) / attended,
         "candidate_rows": int(counts.candidates[row]) / attended,

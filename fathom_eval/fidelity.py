@@ -6,10 +6,9 @@ throughout, so a record holds each layer's own error and nothing that other laye
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -22,14 +21,17 @@ from fathom_eval.branches import Branch
 from fathom_eval.calibration import QueryStatistics
 from fathom_eval.compat import cache_argument
 from fathom_eval.errors import UserError
-from fathom_eval.fidelity_layer import LayerComparison, Outcome, WindowLayer
+from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
+from fathom_eval.fidelity_sums import Totals, outcome_sums, settle
 from fathom_eval.methods import MethodSpec
 from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.observations import LayerObservers, Observation, needed_observations
 from fathom_eval.prefill import CHUNK, use_attention
 from fathom_eval.run import Run, record_key
 from fathom_eval.tasks.encoding import PromptEncoder
 from fathom_eval.tasks.haystack import Haystack
 from fathom_eval.tasks.samples import sample_seed
+from fathom_eval.workers import Measured, ModelRequest
 
 PROTOCOL = 1
 """Raise it when what is measured changes: it is part of every run's identity."""
@@ -157,44 +159,89 @@ def evaluate(
         except torch.OutOfMemoryError:
             raise UserError(f"a window of {unit.context} tokens does not fit into the memory of {loaded.facts.device}") from None
         seconds = (time.perf_counter() - began) / len(unit.branches)
-        shared = {
-            "head_dim": loaded.facts.head_dim,
-            "positions": positions,
-            "full_window": full_window,
-            "window_start": windows.start(unit.context, unit.index),
-            "seconds": seconds,
-        }
-        yield [_record(unit, branch, totals[branch], shared) for branch in unit.branches]
+        yield _records(loaded.facts, windows, unit, totals, positions=positions, full_window=full_window, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class FidelityWork:
+    """What a worker needs for any unit; see :mod:`fathom_eval.workers`."""
+
+    model: ModelRequest
+    haystack: Haystack
+    seed: int
+    positions: int
+    full_window: bool
+
+    def prepare(self, loaded: LoadedModel) -> Callable[[Unit], Measured]:
+        """See :class:`fathom_eval.workers.Work`."""
+        windows = Windows(loaded.tokenizer, self.haystack, self.seed)
+
+        def measure(unit: Unit) -> Measured:
+            return Measured(next(evaluate(loaded, windows, [unit], positions=self.positions, full_window=self.full_window)))
+
+        return measure
+
+    def failed_records(self, facts: ModelFacts, windows: Windows, unit: Unit, reason: str) -> list[dict[str, Any]]:
+        """The records of a unit that could not be measured."""
+        totals = {branch: Totals(failure=reason) for branch in unit.branches}
+        return _records(facts, windows, unit, totals, positions=self.positions, full_window=self.full_window, seconds=0.0)
+
+
+def _records(facts: ModelFacts, windows: Windows, unit: Unit, totals: dict[Branch, Totals], **shared: float | bool) -> list[dict[str, Any]]:
+    shared = {"head_dim": facts.head_dim, "window_start": windows.start(unit.context, unit.index), **shared}
+    return [_record(unit, branch, totals[branch], shared) for branch in unit.branches]
 
 
 @torch.inference_mode()
 def _measure(
     loaded: LoadedModel, token_ids: Sequence[int], unit: Unit, positions: int, full_window: bool, progress: Callable[[str], None] | None
-) -> dict[Branch, _Totals]:
+) -> dict[Branch, Totals]:
     def say(what: str) -> None:
         if progress is not None:
             progress(f"window {unit.index} of {unit.context} tokens, {what}")
 
-    layers = capture(loaded, token_ids, positions, full_window=full_window, progress=lambda done: say(f"prefill {done}"))
+    observations = needed_observations((branch.spec.method for branch in unit.branches), loaded.facts)
+    layers = capture(
+        loaded,
+        token_ids,
+        positions,
+        full_window=full_window,
+        observations=observations,
+        progress=lambda done: say(f"prefill {done}"),
+    )
     count = len(layers)
-    totals = {branch: _Totals() for branch in unit.branches}
+    totals = {branch: Totals() for branch in unit.branches}
     failures: dict[MethodSpec, str] = {}
+    previous: Tensor | None = None
     for number in range(count):
         say(f"layer {number + 1} of {count}")
-        # A layer's keys, values and stores go before the next layer's turn comes.
-        sums = _layer_sums(layers.pop(0), number, unit.branches, loaded.facts, full_window, failures)
-        _settle(number, sums, totals, failures)
+        # A layer's keys, values and stores go before the next layer's turn comes; only its queries stay until then.
+        layer = layers.pop(0)
+        queries = layer.queries
+        sums = _layer_sums(layer, number, unit.branches, loaded.facts, full_window, failures, previous)
+        del layer
+        previous = queries
+        settle(number, sums, totals, failures)
     for branch, total in totals.items():
         total.failure = failures.get(branch.spec)
     return totals
 
 
 def _layer_sums(
-    layer: WindowLayer, number: int, branches: Sequence[Branch], facts: ModelFacts, full_window: bool, failures: dict[MethodSpec, str]
+    layer: WindowLayer,
+    number: int,
+    branches: Sequence[Branch],
+    facts: ModelFacts,
+    full_window: bool,
+    failures: dict[MethodSpec, str],
+    previous_queries: Tensor | None,
 ) -> dict[Branch, Tensor]:
     sums: dict[Branch, Tensor] = {}
-    for _, branch, outcome in LayerComparison(layer, number, branches, facts, full_window=full_window, failures=failures).outcomes():
-        found = _sums(outcome)
+    comparison = LayerComparison(
+        layer, number, branches, facts, full_window=full_window, failures=failures, previous_queries=previous_queries
+    )
+    for _, branch, outcome in comparison.outcomes():
+        found = outcome_sums(outcome)
         sums[branch] = sums[branch] + found if branch in sums else found
     return sums
 
@@ -206,6 +253,7 @@ def capture(
     *,
     full_window: bool = False,
     chunk: int = CHUNK,
+    observations: Sequence[Observation] = (),
     progress: Callable[[int], None] | None = None,
 ) -> list[WindowLayer]:
     """Run the model densely over a window and keep its keys and values, and the queries of its last positions.
@@ -215,6 +263,7 @@ def capture(
         positions: How many of its last positions are evaluated.
         full_window: Query moments of the whole window, instead of those before the first evaluated position.
         chunk: Tokens of one forward pass.
+        observations: What else to gather, of the same positions as the moments.
         progress: Called with the tokens done so far after every chunk.
 
     Raises:
@@ -227,7 +276,7 @@ def capture(
     with torch.inference_mode():
         scratch: Cache = DynamicCache()
         model(input_ids=ids[:, :1], use_cache=True, logits_to_keep=1, branches=probe, **{cache_argument(model): scratch})
-        observer = _QueryCapture(facts.layers, len(token_ids) - positions, full_window)
+        observer = _QueryCapture(facts.layers, len(token_ids) - positions, full_window, observations)
         cache: Any = DynamicCache()
         for start in range(0, len(token_ids), chunk):
             stop = min(start + chunk, len(token_ids))
@@ -248,26 +297,29 @@ def capture(
         if not finite.all():
             heads = ", ".join(map(str, (~finite).nonzero().flatten().tolist()))
             raise UserError(f"the prefill gave keys that are not finite in layer {number}, KV head {heads}")
-        layers.append(WindowLayer(keys, values, observer.queries(number), observer.statistics[number], probe.scaling[number]))
+        queries, further = observer.queries(number), observer.further.results(number)
+        layers.append(WindowLayer(keys, values, queries, observer.statistics[number], probe.scaling[number], further))
     return layers
 
 
 class _QueryCapture:
-    """Keeps the queries of the evaluated positions, and the moments of those before them (or of all)."""
+    """Keeps the queries of the evaluated positions, and what is to be known of those before them (or of all)."""
 
-    def __init__(self, layers: int, first: int, full_window: bool) -> None:
+    def __init__(self, layers: int, first: int, full_window: bool, observations: Sequence[Observation]) -> None:
         self.statistics = [QueryStatistics() for _ in range(layers)]
+        self.further = LayerObservers(observations, layers)
         self._first, self._full_window = first, full_window
         self._seen = [0] * layers
         self._kept: list[list[Tensor]] = [[] for _ in range(layers)]
 
-    def observe(self, layer: int, query: Tensor) -> None:
+    def observe(self, layer: int, query: Tensor, keys: Tensor, scaling: float) -> None:
         length = query.shape[2]
         before = min(max(self._first - self._seen[layer], 0), length)
         self._seen[layer] += length
         known = length if self._full_window else before
         if known:
             self.statistics[layer].add(query[:, :, :known])
+            self.further.add(layer, query[:, :, :known], keys[:, : keys.shape[1] - length + known], scaling)
         if before < length:
             self._kept[layer].append(query[:, :, before:].clone())  # a view would hold the whole chunk
 
@@ -285,76 +337,6 @@ class _ScalingProbe:
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         self.scaling[layer] = scaling
         return torch.zeros_like(query)
-
-
-@dataclass
-class _Totals:
-    """Sums of one branch over layers, fp64, and its layers' means."""
-
-    layers: list[dict[str, float]] = field(default_factory=list)
-    failure: str | None = None
-
-
-# What is summed over positions and heads: errors and recall a query head, rows a KV head, reads a KV head and position.
-_PER_QUERY = ("error_dense", "error_exact", "oracle_error", "squared_error_dense", "squared_error_exact", "squared_oracle_error", "recall")
-_PER_KV = ("rows", "candidate_rows")
-_READS = ("scan_bits", "declared_bits", "scan_tokens", "scans", "channels", "differing", "negative", "broken")
-
-
-def _sums(outcome: Outcome) -> Tensor:
-    """All sums of an outcome as one fp64 vector on the device, so that a layer's results cross over in one transfer."""
-    errors = torch.stack([outcome.dense_error, outcome.exact_error, outcome.oracle_error]).double()
-    parts = [*errors.sum((1, 2, 3)), *errors.square().sum((1, 2, 3)), outcome.recall.sum(dtype=torch.float64)]
-    parts += [outcome.rows.sum(), outcome.candidate_rows.sum()]
-    numbers: list[float] = [outcome.recall.numel(), outcome.rows.numel()]
-    scan = outcome.scan
-    if scan is None or scan.reads is None:
-        reads: list[Tensor | float] = [*[0.0] * (len(_READS) - 1), 0.0 if scan is None else scan.broken]
-    else:
-        bits, tokens, scans = scan.reads.bits.double(), scan.reads.tokens, scan.reads.bits.numel()
-        declared = scan.declared_bits * tokens
-        reads = [bits.sum(), declared.sum(), tokens * scans, scans, scan.reads.channels.sum()]
-        reads += [(bits != declared).sum(), (bits < 0).sum(), scan.broken]
-    # A number becomes a tensor by filling one, which does not wait for the device as a copy does.
-    return torch.stack(
-        [
-            part.double() if isinstance(part, Tensor) else torch.full((), float(part), dtype=torch.float64, device=errors.device)
-            for part in (*numbers, *parts, *reads)
-        ]
-    )
-
-
-def _settle(number: int, sums: dict[Branch, Tensor], totals: dict[Branch, _Totals], failures: dict[MethodSpec, str]) -> None:
-    """Take a layer's sums to the host, refuse what cannot be, and keep the rest."""
-    if not sums:
-        return
-    names = ("query_heads", "kv_heads", *_PER_QUERY, *_PER_KV, *_READS)
-    for branch, values in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True):
-        found = dict(zip(names, values, strict=True))
-        for name in _PER_QUERY:
-            found[name] /= found["query_heads"]
-        for name in _PER_KV:
-            found[name] /= found["kv_heads"]
-        problem = _impossible(found)
-        if problem is not None and branch.spec not in failures:
-            failures[branch.spec] = f"layer {number}: {problem}"
-        totals[branch].layers.append(found)
-
-
-def _impossible(found: dict[str, float]) -> str | None:
-    if found["broken"]:
-        return "scores that are not a number"
-    bad = [name for name in (*_PER_QUERY, *_READS) if not math.isfinite(found[name])]
-    if bad:
-        return f"{bad[0]} is not finite"
-    if not 0 <= found["recall"] <= 1 + 1e-9:
-        return f"a recall of {found['recall']:g}"
-    if found["negative"]:
-        return "it reports reads of less than nothing"
-    if found["differing"]:
-        counted, declared = (found[name] / found["scan_tokens"] for name in ("scan_bits", "declared_bits"))
-        return f"it declares {declared:g} bits per token and reads {counted:g}"
-    return None
 
 
 def _identity(context: int, index: int, branch: Branch) -> dict[str, Any]:
@@ -375,7 +357,7 @@ METRICS = ("error_dense", "error_exact", "excess", "squared_error_dense", "squar
 """Of a record, for each of which ``layers`` holds the list of the layers' means."""
 
 
-def _record(unit: Unit, branch: Branch, totals: _Totals, shared: dict[str, Any]) -> dict[str, Any]:
+def _record(unit: Unit, branch: Branch, totals: Totals, shared: dict[str, Any]) -> dict[str, Any]:
     spec = branch.spec
     head = {
         **_identity(unit.context, unit.index, branch),
@@ -403,9 +385,12 @@ def _record(unit: Unit, branch: Branch, totals: _Totals, shared: dict[str, Any])
         **head,
         **{name: per(name, len(layers)) if name in metrics else None for name in (*METRICS, "recall")},
         "bits": per("scan_bits", scanned),
-        "declared_bits": per("declared_bits", scanned),
+        "declared_bits": per("declared_bits", scanned) if spec.method.declares else None,
         "active_channels": per("channels", scans),
+        "scan_bytes": per("scan_bits", 8 * sum(layer["kv_heads"] for layer in layers)),
         "rows": per("rows", len(layers)),
         "candidate_rows": per("candidate_rows", len(layers)),
+        # Sets of exact top-k, over layers, positions and query heads, that rounding alone could change.
+        "near_ties": None if branch.k is None else int(sum(layer["near_ties"] for layer in layers)),
         "layers": {name: [layer[name] for layer in layers] for name in metrics},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from fathom_eval.attention import IMPLEMENTATION
 from fathom_eval.calibration import KeyStatistics, QueryStatistics
 from fathom_eval.compat import cache_argument
 from fathom_eval.errors import UserError
+from fathom_eval.observations import LayerObservers, Observation
 from fathom_eval.stores import Store, StoreSpec
 
 if TYPE_CHECKING:
@@ -31,11 +32,15 @@ class PrefixLayer:
     Attributes:
         keys, values: As the attention sees them, ``[H, n, D]``.
         query_statistics: Moments of the prefill's queries.
+        number: Of the layer in its model.
+        observations: What the prefill gathered because a method asked for it.
     """
 
     keys: Tensor
     values: Tensor
     query_statistics: QueryStatistics
+    number: int = 0
+    observations: Mapping[Observation, Any] = field(default_factory=dict, repr=False)
     _stores: dict[tuple[StoreSpec, int], Store] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -97,20 +102,31 @@ class Prefix:
 
 
 class _QueryObserver:
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, observations: Sequence[Observation]) -> None:
         self.statistics = [QueryStatistics() for _ in range(layers)]
+        self.further = LayerObservers(observations, layers)
 
-    def observe(self, layer: int, query: Tensor) -> None:
+    def observe(self, layer: int, query: Tensor, keys: Tensor, scaling: float) -> None:
         self.statistics[layer].add(query)
+        self.further.add(layer, query, keys, scaling)
 
 
 @torch.inference_mode()
-def prefill(loaded: LoadedModel, token_ids: Sequence[int], *, chunk: int = CHUNK, progress: Callable[[int], None] | None = None) -> Prefix:
+def prefill(
+    loaded: LoadedModel,
+    token_ids: Sequence[int],
+    *,
+    chunk: int = CHUNK,
+    observations: Sequence[Observation] = (),
+    progress: Callable[[int], None] | None = None,
+) -> Prefix:
     """Run the model densely over a prompt and keep its K/V.
 
     Args:
         token_ids: The prompt, at least three tokens, the last of which is left to the branches.
         chunk: Tokens of one forward pass; memory for activations and masks is bounded by it.
+        observations: What the methods want to know of the prefill beyond moments, from
+            :func:`~fathom_eval.observations.needed_observations`.
         progress: Called with the tokens done so far after every chunk.
 
     Raises:
@@ -123,7 +139,7 @@ def prefill(loaded: LoadedModel, token_ids: Sequence[int], *, chunk: int = CHUNK
     if len(token_ids) > facts.max_positions:
         raise UserError(f"the prompt has {len(token_ids)} tokens, but {facts.name} holds {facts.max_positions}")
     use_attention(loaded)
-    observer = _QueryObserver(facts.layers)
+    observer = _QueryObserver(facts.layers, observations)
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids[:-1])], device=model.device)
     for start in range(0, tokens, chunk):
@@ -142,7 +158,8 @@ def prefill(loaded: LoadedModel, token_ids: Sequence[int], *, chunk: int = CHUNK
         raise UserError(f"{facts.name} does not use transformers' attention interface, so no method can run in it")
     held: list[Any] = cache.layers
     layers = tuple(
-        PrefixLayer(layer.keys[0], layer.values[0], statistics) for layer, statistics in zip(held, observer.statistics, strict=True)
+        PrefixLayer(layer.keys[0], layer.values[0], statistics, number, observer.further.results(number))
+        for number, (layer, statistics) in enumerate(zip(held, observer.statistics, strict=True))
     )
     for number, layer in enumerate(layers):
         finite = torch.isfinite(layer.keys).all(-1).all(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ class Policy:
         local: Last tokens, the current one included, always kept.
         share: Select per query head, or share one set in a group by the sum or the maximum of the heads' scores.
         dense_layers: Layers that attend to everything.
+        dense_every: Every so many-th layer from the first on attends to everything too (16: layers 0, 16, 32, …); 0 is off.
         reallocate: Give the softmax mass of the unselected keys to the running mean value (SparQ).
         rerank: Fetch the keys of ``rerank`` times as many candidates, rescore them exactly and keep the best; 1 is off.
         attend: Each head attends to its own set, or to the union of its group's sets (the same rows are fetched).
@@ -35,11 +37,18 @@ class Policy:
     rerank: float = 1.0
     attend: Literal["own", "union"] = "own"
     keep_tail: bool = False
+    dense_every: int = 0
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer attends to everything."""
+        return layer in self.dense_layers or (self.dense_every > 0 and layer % self.dense_every == 0)
 
     def check(self, k: int, label: str) -> None:
         """Raise :class:`UserError` for a k or switches that cannot work."""
         if self.sink < 0 or self.local < 1:
             raise UserError(f"{label}: sink must be at least 0 and local at least 1 (the current token)")
+        if self.dense_every < 0:
+            raise UserError(f"{label}: dense_every={self.dense_every} must be at least 1, or 0 for off")
         if not 1 <= self.rerank <= 1000:
             raise UserError(f"{label}: rerank={self.rerank} must be at least 1 (which turns it off) and at most 1000")
         # With keep_tail up to 63 unsealed tokens are kept beside the local window.
@@ -132,3 +141,85 @@ def distinct_rows(indices: Tensor, tokens: int) -> Tensor:
     """How many distinct tokens the sets of a group hold, int64 ``[R, H]`` (k∪ of paper Eq. 1)."""
     seen = torch.zeros(*indices.shape[:2], tokens, dtype=torch.bool, device=indices.device)
     return seen.scatter_(-1, indices.flatten(-2), True).sum(-1)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selected set as masks over N tokens.
+
+    Attributes:
+        chosen: Tokens that compete and were selected, ``[R, H, G, N]``.
+        kept: Tokens that are always kept, ``[R, 1, 1, N]``.
+        candidates: Tokens that were fetched for reranking, the chosen ones included.
+    """
+
+    chosen: Tensor
+    kept: Tensor
+    candidates: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """Distinct K/V rows that a KV head attends to, int64 ``[R, H]``."""
+        return self.chosen.any(2).sum(-1) + self.kept[:, :, 0].sum(-1)
+
+    @property
+    def candidate_rows(self) -> Tensor:
+        """Further K rows fetched for reranking, int64 ``[R, H]``."""
+        return self.candidates.any(2).sum(-1) - self.chosen.any(2).sum(-1)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where the best scores of each row end: of the last one that is taken and of the first one that is not.
+
+    Attributes:
+        scores: −∞ where a token does not compete, ``[R, H, G, N]``.
+        threshold, following: ``[R, H, G, 1]``.
+        wanted: How many are taken, a number or ``[R, 1, 1, 1]``.
+    """
+
+    scores: Tensor
+    competing: Tensor
+    threshold: Tensor
+    following: Tensor
+    wanted: Tensor | int
+
+    @classmethod
+    def find(cls, scores: Tensor, competing: Tensor, counts: Sequence[int] | int) -> Boundary:
+        """See :func:`top_mask`."""
+        scores = scores.masked_fill(~competing, -torch.inf)
+        if isinstance(counts, int):
+            best = scores.topk(counts + 1, dim=-1).values
+            return cls(scores, competing, best[..., max(counts - 1, 0)].unsqueeze(-1), best[..., counts:], counts)
+        wanted = torch.tensor(counts, device=scores.device).view(-1, 1, 1, 1)
+        best = scores.topk(max(counts) + 1, dim=-1).values
+        at = wanted.expand(*scores.shape[:-1], 1)
+        return cls(scores, competing, best.gather(-1, (at - 1).clamp_min(0)), best.gather(-1, at), wanted)
+
+    def mask(self, *, wait: bool) -> Tensor:
+        """See :func:`top_mask`."""
+        chosen = self.scores >= self.threshold
+        if not wait or (self.threshold == self.following).any():
+            above, level = self.scores > self.threshold, (self.scores == self.threshold) & self.competing
+            chosen = above | (level & (level.cumsum(-1, dtype=torch.int32) <= self.wanted - above.sum(-1, keepdim=True)))
+        if isinstance(self.wanted, int):
+            return chosen & self.competing if self.wanted else torch.zeros_like(chosen)
+        return chosen & self.competing & (self.wanted > 0)
+
+    def near_ties(self, noise: Tensor) -> Tensor:
+        """Whether the first score that is not taken is nearer to the last one taken than ``noise``, both ``[R, H, G]``."""
+        near = (self.threshold - self.following).squeeze(-1) <= noise
+        taken = self.wanted > 0 if isinstance(self.wanted, int) else (self.wanted > 0).squeeze(-1)
+        return near & (self.following > -torch.inf).squeeze(-1) & taken
+
+
+def top_mask(scores: Tensor, competing: Tensor, counts: Sequence[int] | int, *, wait: bool = True) -> Tensor:
+    """True on each row's best competing tokens; of equal scores the lower token is taken, as :func:`select` does.
+
+    Args:
+        scores: ``[R, H, G, N]``.
+        competing: Boolean, of the same shape or broadcast to it.
+        counts: How many to take in each row, fewer than N. Where fewer compete, all of these are taken.
+        wait: Ask the device whether there are ties at all, and settle none where there are none.
+    """
+    return Boundary.find(scores, competing, counts).mask(wait=wait)

@@ -6,6 +6,7 @@ branches and ``[R, H, n, D]`` when it holds the blocks that each branch sealed i
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +34,10 @@ class Store(ABC):
     def append(self, keys: Tensor) -> None:
         """Seal keys ``[…, 64·b, D]``. Nothing that was sealed before changes."""
 
+    def seal(self, keys: Tensor, values: Tensor) -> None:
+        """:meth:`append` for a store that holds something of the values too, ``[…, 64·b, D]``."""
+        self.append(keys)
+
     @abstractmethod
     def empty(self, rows: int) -> Store:
         """A store of the same kind and basis with no tokens, whose keys are ``[rows, H, n, D]``."""
@@ -54,7 +59,8 @@ class Store(ABC):
             plan: The read plan of each branch, ``[R, H, D]`` depths for stores that have depths, otherwise None.
 
         Returns:
-            Scores fp32 ``[R, H, G, tokens]`` and what was read.
+            Scores fp32 ``[R, H, G, tokens]`` and what was read. A score of −∞ or +∞ means what
+            :class:`~fathom_eval.methods.base.Method` says under ``ranks_all`` and ``forces``, which the method must declare.
         """
 
     def coverage(self, projected: Tensor, plan: Tensor | None) -> Tensor:
@@ -103,6 +109,37 @@ class ExactStore(Store):
 
 
 @dataclass(frozen=True)
+class UnreadSpec(StoreSpec):
+    """Nothing of the keys: for methods that rank by something else, such as recency or the attention received."""
+
+    def build(self, layer: PrefixLayer, tokens: int) -> Store:
+        return UnreadStore(layer.keys.shape[-3], tokens)
+
+
+class UnreadStore(Store):
+    """Every sealed key scores 0, and none is read."""
+
+    def __init__(self, heads: int, tokens: int = 0) -> None:
+        self._heads = heads
+        self.tokens = tokens
+
+    @property
+    def bytes(self) -> int:
+        return 0
+
+    def append(self, keys: Tensor) -> None:
+        self.tokens += keys.shape[-2]
+
+    def empty(self, rows: int) -> Store:
+        return UnreadStore(self._heads)
+
+    def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
+        rows, heads, group, _ = query.shape
+        scores = torch.zeros((), device=query.device).expand(rows, heads, group, self.tokens)
+        return scores, dataclasses.replace(Reads.none(rows, heads, query.device), tokens=self.tokens)
+
+
+@dataclass(frozen=True)
 class LandmarkSpec(StoreSpec):
     """Mean keys of short runs of tokens in fp16 (the paper's ShadowKV-style block landmark).
 
@@ -145,3 +182,12 @@ class LandmarkStore(Store):
         entries = self._landmarks.shape[-2] * channels
         reads = Reads(zero, zero, zero + 16 * entries, zero + channels, self.tokens)
         return scores.repeat_interleave(self._size, dim=-1), reads
+
+
+def batched_scores(queries: Tensor, values: Tensor) -> Tensor:
+    """``[R, H, G, C] × […, H, C, n] → [R, H, G, n]``; a store that all branches share is read once for all of them."""
+    if values.dim() == 4:
+        return queries @ values
+    rows, heads, group, channels = queries.shape
+    folded = queries.transpose(0, 1).reshape(heads, rows * group, channels) @ values
+    return folded.view(heads, rows, group, -1).transpose(0, 1)

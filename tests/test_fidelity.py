@@ -16,13 +16,14 @@ from fathom_eval.branches import Branch, BranchBatch, batch_order
 from fathom_eval.calibration import QueryStatistics
 from fathom_eval.errors import UserError
 from fathom_eval.fidelity import Unit, Windows, capture, evaluate
-from fathom_eval.fidelity_layer import LayerComparison, Outcome, WindowLayer, top_mask
+from fathom_eval.fidelity_chunk import Outcome
+from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
 from fathom_eval.methods import MethodSpec, parse_method, parse_methods
 from fathom_eval.methods.sparq import SparQ
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.prefill import prefill
 from fathom_eval.ruler import all_branches
-from fathom_eval.selection import top_indices
+from fathom_eval.selection import top_indices, top_mask
 from tests import reference_attention
 from tests.tiny import tiny_model
 

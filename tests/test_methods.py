@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.kernels.scan import scan_planes
 from fathom_eval.methods import PAPER, MethodSpec, parse_method, parse_methods, registry
 from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.observations import MeanQueryKeyProduct
 from fathom_eval.planes import PlaneSpec, PlaneStore
 from fathom_eval.prefill import Prefix, PrefixLayer, prefill
 from fathom_eval.ruler import all_branches
@@ -23,6 +25,31 @@ from fathom_eval.selection import Policy
 from tests.tiny import tiny_model
 
 SCANS = tuple(text for text in PAPER if not parse_method(text).method.control)
+# What else scores every key, read as the paper defines it, as published, or as a store that a scan reads in full.
+FURTHER = (
+    "loki:bits=16",
+    "loki_published",
+    "sparq_published",
+    "double_sparsity_published:dense_layers=none",
+    "landmark:bits=4",
+    "quest",
+    "quest:bits=4",
+    "quest_published:dense_layers=none",
+    "self_indexing",
+    "kivi",
+    "kivi:bits=4:group=64",
+    "turboquant",
+    "turboquant:bits=3:residual=true",
+    "kvquant",
+    "kvquant:bits=4",
+    "fathom:codes=8bit:basis=raw",
+    "fathom:codes=allocated",
+    "fathom:scales=fp8",
+    "fathom:scales=fp8:basis=raw",
+    "fathom:depths=measured:budget=56",
+    "fathom:depths=measured:budget=56:basis=raw",
+    "fathom:depths=measured:scales=fp8:codes=8bit",
+)
 # GQA groups 1, 3, 4, 7; head_dim 64, 96, 128, 256; lengths that are not whole blocks.
 SHAPES = ((1, 64, 300), (3, 96, 257), (4, 128, 450), (7, 256, 200))
 
@@ -39,8 +66,10 @@ def layer_prefix(group: int, head_dim: int, tokens: int, dtype: torch.dtype) -> 
     keys = (torch.randn(2, tokens, head_dim, generator=generator) + torch.randn(2, 1, head_dim, generator=generator)) * spread
     values = torch.randn(2, tokens, head_dim, generator=generator)
     statistics = QueryStatistics()
-    statistics.add(torch.randn(2, group, tokens, head_dim, generator=generator))
-    return Prefix(tuple(range(tokens + 1)), (PrefixLayer(keys.to(dtype), values.to(dtype), statistics),))
+    queries = torch.randn(2, group, tokens, head_dim, generator=generator)
+    statistics.add(queries)
+    observations = {MeanQueryKeyProduct(): (queries * keys.unsqueeze(1)).abs().mean(2)}
+    return Prefix(tuple(range(tokens + 1)), (PrefixLayer(keys.to(dtype), values.to(dtype), statistics, observations=observations),))
 
 
 def step(group: int, head_dim: int, rows: int, dtype: torch.dtype, tail: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +81,7 @@ def step(group: int, head_dim: int, rows: int, dtype: torch.dtype, tail: int = 1
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "head_dim", "tokens"), SHAPES)
-@pytest.mark.parametrize("text", SCANS)
+@pytest.mark.parametrize("text", [*SCANS, *FURTHER])
 def test_counted_bits_equal_the_declared_and_the_output_is_attention_over_k_tokens(
     text: str, group: int, head_dim: int, tokens: int, dtype: torch.dtype
 ) -> None:
@@ -65,7 +94,7 @@ def test_counted_bits_equal_the_declared_and_the_output_is_attention_over_k_toke
     assert output.shape == query.shape
     assert torch.isfinite(output).all()
     assert batch.counts.fired.tolist() == [1, 1]
-    sealed = (tokens + 1 - 32) // 64 * 64
+    sealed = (tokens + 1 - spec.policy.local) // 64 * 64
     assert batch.counts.scan_tokens.tolist() == [2 * sealed, 2 * sealed]
     torch.testing.assert_close(batch.counts.scan_bits.double(), batch.counts.declared_bits, rtol=0, atol=0)
     assert (batch.counts.scan_bits > 0).all()
@@ -75,7 +104,7 @@ def test_counted_bits_equal_the_declared_and_the_output_is_attention_over_k_toke
 
 
 @pytest.mark.parametrize(("group", "head_dim", "tokens"), SHAPES)
-@pytest.mark.parametrize("text", [*SCANS, "exact"])
+@pytest.mark.parametrize("text", [*SCANS, *FURTHER, "exact"])
 def test_k_of_all_tokens_is_dense_attention(text: str, group: int, head_dim: int, tokens: int) -> None:
     spec, facts = parse_method(text), facts_of(group, head_dim)
     assert spec.method.ranks_all
@@ -138,18 +167,19 @@ def test_a_key_scores_alike_before_and_after_its_block_is_sealed(text: str) -> N
         assert part.mean().abs() < 0.02 * exact.abs().mean()  # no offset between sealed and unsealed keys
 
 
-@pytest.mark.parametrize("text", SCANS)
+@pytest.mark.parametrize("text", [*SCANS, *FURTHER])
 def test_sealing_in_a_branch_changes_nothing_but_quantisation(text: str) -> None:
     """A prefix that holds a block and a branch that seals it itself scan the same keys with the same number of bits a token."""
     spec, facts = parse_method(text), facts_of(4, 128)
     layer = layer_prefix(4, 128, 450, torch.float32).layers[0]
-    short = Prefix(tuple(range(301)), (PrefixLayer(layer.keys[:, :300], layer.values[:, :300], layer.query_statistics),))
+    short_layer = dataclasses.replace(layer, keys=layer.keys[:, :300], values=layer.values[:, :300], _stores={})
+    short = Prefix(tuple(range(301)), (short_layer,))
     batch = BranchBatch(short, [Branch(spec, 100)], facts)
     query = step(4, 128, 1, torch.float32)[0]
     keys, values = layer.keys[None, :, 300:400], layer.values[None, :, 300:400]
     batch.attend(0, query, keys, values, 0.1)
-    # 400 tokens less the local window are five whole blocks, of which the prefix had sealed four.
-    assert batch.counts.scan_tokens.item() == 2 * 320
+    # 400 tokens less the local window are five whole blocks, of which the prefix had sealed four; six without that window.
+    assert batch.counts.scan_tokens.item() == 2 * (384 if spec.policy.local == 1 else 320)
     assert batch.counts.scan_bits.double().item() == batch.counts.declared_bits.item()
 
 
@@ -497,5 +527,7 @@ def test_keys_that_a_scale_cannot_hold_name_layer_head_and_method(tiny: LoadedMo
     keys = prefix.layers[2].keys.clone()
     keys[1, 10, 3] = 7e4
     layers = (*prefix.layers[:2], PrefixLayer(keys, prefix.layers[2].values, prefix.layers[2].query_statistics))
-    with pytest.raises(UserError, match=r"layer 2 cannot be stored for full 4-bit: keys above 65,504.* in KV head 1"):
-        decode(tiny, Prefix(prefix.token_ids, layers), [Branch(parse_method("full"), 60)], 2)
+    broken, exact = decode(tiny, Prefix(prefix.token_ids, layers), [Branch(parse_method(text), 60) for text in ("full", "exact")], 2)
+    assert broken.finish == "error"
+    assert re.match(r"layer 2: ValueError: keys above 65,504.* in KV head 1", broken.error or "")
+    assert exact.finish == "length"

@@ -60,7 +60,9 @@ def test_records_report_and_resume(
 ) -> None:
     prefills: list[int] = []
     original = ruler_module.prefill
-    monkeypatch.setattr(ruler_module, "prefill", lambda loaded, ids: (prefills.append(len(ids)), original(loaded, ids))[1])
+    monkeypatch.setattr(
+        ruler_module, "prefill", lambda loaded, ids, **options: (prefills.append(len(ids)), original(loaded, ids, **options))[1]
+    )
 
     assert main(arguments()) == 0
     run = tmp_path / "run"

@@ -17,18 +17,51 @@ from typing import TYPE_CHECKING, Any, Literal
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.controls import Dense, ExactTopK
-from fathom_eval.methods.double_sparsity import DoubleSparsity
+from fathom_eval.methods.double_sparsity import DoubleSparsity, DoubleSparsityPublished
 from fathom_eval.methods.fathom import Fathom
+from fathom_eval.methods.h2o import H2O
 from fathom_eval.methods.landmark import Landmark
-from fathom_eval.methods.loki import Loki
-from fathom_eval.methods.sparq import SparQ
+from fathom_eval.methods.loki import Loki, LokiPublished
+from fathom_eval.methods.magicpig import MagicPIG, MagicPIGPublished
+from fathom_eval.methods.quantised import Kivi, KVQuant, TurboQuant
+from fathom_eval.methods.quest import Quest, QuestPublished
+from fathom_eval.methods.self_indexing import SelfIndexing
+from fathom_eval.methods.sparq import SparQ, SparQPublished
+from fathom_eval.methods.streaming_llm import StreamingLLM
+from fathom_eval.methods.threshold import Threshold
 from fathom_eval.methods.uniform import Full, Thumbnail
+from fathom_eval.methods.uniform_depth import UniformDepth
 from fathom_eval.selection import Policy
 
 if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
 
-BUILT_IN: tuple[type[Method], ...] = (Dense, ExactTopK, Fathom, SparQ, DoubleSparsity, Loki, Thumbnail, Full, Landmark)
+BUILT_IN: tuple[type[Method], ...] = (
+    Dense,
+    ExactTopK,
+    Fathom,
+    UniformDepth,
+    SparQ,
+    SparQPublished,
+    DoubleSparsity,
+    DoubleSparsityPublished,
+    Loki,
+    LokiPublished,
+    Thumbnail,
+    Threshold,
+    Full,
+    Landmark,
+    Quest,
+    QuestPublished,
+    StreamingLLM,
+    H2O,
+    MagicPIG,
+    MagicPIGPublished,
+    SelfIndexing,
+    Kivi,
+    TurboQuant,
+    KVQuant,
+)
 
 PAPER = (
     "dense",
@@ -74,7 +107,10 @@ class MethodSpec:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option that is not the default: with the name and version, the method's identity in a record."""
+        """Every option that is not the default: with the name and version, the method's identity in a record.
+
+        A policy is compared with the paper's, not with the method's own defaults, so that a record shows what was used.
+        """
         changed: dict[str, Any] = {}
         for part in (self.method, self.policy):
             for field in dataclasses.fields(part):
@@ -86,7 +122,8 @@ class MethodSpec:
     @property
     def label(self) -> str:
         """Name and options, as tables show them."""
-        return " ".join([self.method.label(), *self._changed_policy()])
+        own_size = [] if self.method.capped else ["(k: of the oracle only)"]
+        return " ".join([self.method.label(), *self._changed_policy(), *own_size])
 
     @property
     def line(self) -> str:
@@ -94,18 +131,19 @@ class MethodSpec:
         return " ".join([self.method.line(), *self._changed_policy()])
 
     def _changed_policy(self) -> list[str]:
-        words = []
+        defaults, words = self.method.policy_defaults(), []
         for field in dataclasses.fields(self.policy):
             value = getattr(self.policy, field.name)
-            if value != field.default:
-                words.append(f"{field.name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}")
+            if value != defaults.get(field.name, field.default):
+                words.append(f"{field.name}={('+'.join(map(str, value)) or 'none') if isinstance(value, tuple) else value}")
         return words
 
     def check(self, facts: ModelFacts, k_values: Iterable[int]) -> None:
         """Raise :class:`UserError` for what cannot work with this model and these k."""
         self.method.check(facts)
+        usual = self.method.policy_defaults().get("dense_layers", ())
         for layer in self.policy.dense_layers:
-            if not 0 <= layer < facts.layers:
+            if not 0 <= layer < facts.layers and layer not in usual:
                 raise UserError(f"{self.label}: dense layer {layer} is not in 0..{facts.layers - 1}")
         if self.method.store(facts) is None:
             if changed := ", ".join(self._changed_policy()):
@@ -113,6 +151,8 @@ class MethodSpec:
             return
         if self.method.name == "exact" and self.policy.rerank != 1:
             raise UserError(f"{self.label}: exact ranks by exact scores, so rerank does nothing")
+        if not self.method.capped and self.policy.rerank != 1:
+            raise UserError(f"{self.label}: {self.method.name} attends to all that it finds, so rerank does nothing")
         for k in k_values:
             self.policy.check(k, self.label)
 
@@ -140,7 +180,8 @@ def parse_method(text: str) -> MethodSpec:
             raise UserError(f"method '{text}' gives the option '{option}' twice")
         given[option] = _convert(value, own.get(option, shared.get(option)), f"method '{name}', option '{option}'")
     method = kind(**{option: value for option, value in given.items() if option in own})
-    return MethodSpec(method, Policy(**{option: value for option, value in given.items() if option not in own}))
+    policy = {option: value for option, value in given.items() if option not in own}
+    return MethodSpec(method, Policy(**{**method.policy_defaults(), **policy}))
 
 
 def parse_methods(text: str) -> list[MethodSpec]:
@@ -169,8 +210,8 @@ def _convert(text: str, kind: Any, where: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise UserError(f"{where}: '{text}' is not true or false")
         return text.lower() == "true"
-    if isinstance(kind, types.GenericAlias):  # tuple[int, ...], written 0+1
-        return tuple(_convert(part, int, where) for part in text.split("+"))
+    if isinstance(kind, types.GenericAlias):  # tuple[int, ...], written 0+1, or none
+        return () if text == "none" else tuple(_convert(part, int, where) for part in text.split("+"))
     try:
         return kind(text)
     except ValueError:

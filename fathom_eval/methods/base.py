@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,16 +17,26 @@ import torch
 from torch import Tensor
 
 from fathom_eval.errors import UserError
+from fathom_eval.methods.step import Step
 from fathom_eval.stores import StoreSpec
 
 if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
+    from fathom_eval.observations import Observation
     from fathom_eval.prefill import PrefixLayer
+
+
+IF_CHANGED = {"label": "if changed"}
+"""Metadata of an option that a label names only where it is not the default."""
 
 
 @dataclass(frozen=True)
 class Method(ABC):
     """A way to rank keys.
+
+    Most methods are a store and a plan. What published systems do beyond that are the hooks that take a
+    :class:`~fathom_eval.methods.step.Step`; a method that overrides one of them is evaluated one branch at a time, while the others
+    share their scans and selections.
 
     Class attributes:
         name: How it is called on the command line.
@@ -33,7 +44,12 @@ class Method(ABC):
         source: The paper that defines it, and the reading of it that is implemented.
         version: Raise it whenever a change of code changes a result; recorded with every result.
         control: Dense attention and the exact oracle: references, whose reads are not counted as a scan.
-        ranks_all: With k ≥ n it equals dense attention.
+        ranks_all: It scores every token, so that with k ≥ n it equals dense attention. False for methods that evict, sample or
+            cut off: only theirs may score a token −∞, which is then never attended to, whatever k leaves room for.
+        forces: It may score tokens +∞: they are taken first, and stay so when candidates are reranked.
+        capped: It attends to at most k tokens. False for one that decides itself how many: it attends to every token scored above −∞,
+            and k is only the size of the exact set that it is compared with.
+        declares: Its bits are known from its plan (see :meth:`declared_bits`). False where only counting tells, as with hash tables.
     """
 
     name: ClassVar[str]
@@ -42,6 +58,13 @@ class Method(ABC):
     version: ClassVar[int] = 1
     control: ClassVar[bool] = False
     ranks_all: ClassVar[bool] = True
+    forces: ClassVar[bool] = False
+    capped: ClassVar[bool] = True
+    declares: ClassVar[bool] = True
+
+    def policy_defaults(self) -> Mapping[str, Any]:
+        """Fields of :class:`~fathom_eval.selection.Policy` that differ with this method, or with these options of it; any can be given."""
+        return {}
 
     def check(self, facts: ModelFacts) -> None:  # noqa: B027 - a method without options has nothing to check
         """Raise :class:`UserError` where an option cannot work with this model. Called before any prefill."""
@@ -49,6 +72,10 @@ class Method(ABC):
     @abstractmethod
     def store(self, facts: ModelFacts) -> StoreSpec | None:
         """The store it scans; None for dense attention."""
+
+    def observes(self, facts: ModelFacts) -> tuple[Observation, ...]:
+        """What the prefill has to gather for it; :meth:`index` finds it in ``layer.observations``."""
+        return ()
 
     def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
         """Whatever it derives once from a prefix layer (statistics, a fixed plan) and needs in every step."""
@@ -66,6 +93,58 @@ class Method(ABC):
         """
         return None
 
+    def scan_query(self, step: Step) -> Tensor:
+        """The queries that keys are scored with, ``[R, H, G, D]``: the step's own, unless it ranks ahead of them (InfiniGen)."""
+        return step.query
+
+    def plan_step(self, query: Tensor, step: Step) -> Tensor | None:
+        """:meth:`plan` for a plan that depends on more than the query, such as a budget by k / n."""
+        return self.plan(query, step.index)
+
+    def rank(self, scores: Tensor, step: Step) -> Tensor:
+        """The scores that tokens are selected by.
+
+        Args:
+            scores: What the scan gave, exact for tokens that are not sealed, fp32 ``[R, H, G, N]``; −∞ where a token does not compete
+                (it is always kept, or in the future). What is returned there has no effect.
+        """
+        return scores
+
+    def log_weights(self, step: Step) -> Tensor:
+        """Added to the logits of the sealed tokens that are attended to, ``[R, H, G, m]``: −log p for one sampled with probability p.
+
+        The always-kept tokens keep their logits, and so do tokens after the m-th.
+        """
+        raise NotImplementedError
+
+    def remainder(self, attended: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Pseudo-keys that stand for tokens which are not attended to and take part in the softmax (RetroInfer's estimate).
+
+        Args:
+            attended: Tokens that are, the always-kept ones included, boolean ``[R, H, G, M]`` with M at least N and the sealed tokens.
+
+        Returns:
+            Logits ``[R, H, G, c]``, scaled, the logarithm of a pseudo-key's count included (−∞ where it does not take part), and
+            values ``[R or 1, H, G or 1, c, D]``.
+        """
+        raise NotImplementedError
+
+    def learn(self, attended: Tensor, weights: Tensor, step: Step) -> None:  # noqa: B027 - most methods keep no state
+        """Take note, in ``step.state``, of what was attended to, ``[R, H, G, N]``, with which weights (0 elsewhere), fp32.
+
+        A fidelity run computes the positions of a method with this hook one after the other, as a branch that is fed the window's own
+        tokens would.
+        """
+
+    @property
+    def extended(self) -> bool:
+        """Whether it needs more than a store and a plan. A method whose options switch its hooks on may say so more narrowly."""
+        return self.forces or not (self.ranks_all and self.capped) or self.overrides(*_HOOKS)
+
+    def overrides(self, *hooks: str) -> bool:
+        """Whether it defines any of these hooks."""
+        return any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks)
+
     def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
         """Scan bits per token and KV head that this plan stands for, ``[R, H]`` or a number (paper §4)."""
         if plan is None:
@@ -82,8 +161,12 @@ class Method(ABC):
 
     def label(self) -> str:
         """Name and options, as tables show it."""
-        options = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]
+        values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        options = [f"{field.name}={value}" for field, value in values if value != field.default or field.metadata != IF_CHANGED]
         return " ".join([self.name, *options])
+
+
+_HOOKS = ("scan_query", "plan_step", "rank", "log_weights", "remainder", "learn")
 
 
 def channel_count(value: str, head_dim: int, what: str) -> int:
