@@ -179,7 +179,7 @@ def prepare_sessions(loaded: LoadedModel, settings: SourceSettings, *, say: Call
     bounds: dict[str, Any] = {"low": settings.low, "high": settings.high, "seed": settings.seed, "repo": settings.repo}
     prefix_tokens = len(encoder.prefix)
     notes: list[str] = []
-    if _is_read_whole(settings.trajectories):
+    if is_read_whole(settings.trajectories):
         candidates = list(stream)
     else:
         candidates, more = gather_candidates(stream, sessions=settings.sessions, prefix_tokens=prefix_tokens, **bounds)
@@ -216,7 +216,7 @@ def prepare_sessions(loaded: LoadedModel, settings: SourceSettings, *, say: Call
     )
 
 
-def _is_read_whole(trajectories: str | None) -> bool:
+def is_read_whole(trajectories: str | None) -> bool:
     """Whether all of a source is read before sessions are made: not sets of the hub, and no files too large for it."""
     if trajectories is None:
         return True

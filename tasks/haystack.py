@@ -53,15 +53,18 @@ def _say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def load_haystack(spec: str = "auto", *, offline: bool = False, say: Callable[[str], None] = _say_on_stderr) -> Haystack:
+def load_haystack(
+    spec: str = "auto", *, offline: bool = False, say: Callable[[str], None] = _say_on_stderr, split: str = "test"
+) -> Haystack:
     """Load a haystack.
 
     Args:
-        spec: ``wikitext`` (the test split of WikiText-103, through ``datasets``), ``python-docs`` (the language reference
+        spec: ``wikitext`` (a split of WikiText-103, through ``datasets``), ``python-docs`` (the language reference
             that ships with CPython), a text file, or ``auto``: WikiText when it is in the datasets cache or the hub answers
             within ``HUB_PATIENCE`` seconds, otherwise python-docs.
         offline: Never use the network. ``HF_HUB_OFFLINE`` and ``HF_DATASETS_OFFLINE`` have the same effect.
         say: Told in one line what ``auto`` took.
+        split: Of WikiText.
 
     Raises:
         UserError: The source is unknown, cannot be had, or is empty, binary or not UTF-8.
@@ -70,23 +73,23 @@ def load_haystack(spec: str = "auto", *, offline: bool = False, say: Callable[[s
     if spec == "python-docs":
         return _python_docs()
     if spec == "wikitext":
-        return _wikitext(offline)
+        return _wikitext(offline, split)
     if spec == "auto":
-        return _automatic(offline, say)
+        return _automatic(offline, say, split)
     return _file(spec)
 
 
 _OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-def _automatic(offline: bool, say: Callable[[str], None]) -> Haystack:
+def _automatic(offline: bool, say: Callable[[str], None], split: str) -> Haystack:
     reason = "offline and it is not in the datasets cache"
-    haystack = _cached_wikitext()
+    haystack = _cached_wikitext(split)
     if haystack is None and not offline:
         reason = f"the model hub did not answer within {HUB_PATIENCE:g} s"
         if _hub_answers(HUB_PATIENCE):
             try:
-                haystack = _downloaded_wikitext()
+                haystack = _downloaded_wikitext(split)
             except UserError as error:
                 reason = str(error)
     if haystack is None:
@@ -106,26 +109,28 @@ def _python_docs() -> Haystack:
     return Haystack.of("python-docs", f"pydoc_data.topics of CPython {version}", documentation_sentences(topics))
 
 
-def _wikitext(offline: bool) -> Haystack:
-    haystack = _cached_wikitext()
+def _wikitext(offline: bool, split: str) -> Haystack:
+    haystack = _cached_wikitext(split)
     if haystack is not None:
         return haystack
     if offline:
-        raise UserError("haystack wikitext is not in the datasets cache and the network is off; use python-docs or a text file")
+        raise UserError(
+            f"haystack wikitext ({split} split) is not in the datasets cache and the network is off; use python-docs or a text file"
+        )
     _datasets()  # where the package is missing, that is what to say
     if not _hub_answers(HUB_PATIENCE):
         raise UserError(f"haystack wikitext: the model hub did not answer within {HUB_PATIENCE:g} s; use python-docs or a text file")
-    return _downloaded_wikitext()
+    return _downloaded_wikitext(split)
 
 
-def _downloaded_wikitext() -> Haystack:
-    """The test split alone: loading the named configuration would fetch its 300 MB train split as well."""
+def _downloaded_wikitext(split: str) -> Haystack:
+    """One split alone: loading the named configuration would fetch its 300 MB train split as well."""
     datasets = _datasets()
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        split = datasets.load_dataset(
-            WIKITEXT, data_files={"test": f"{WIKITEXT_CONFIG}/test-*.parquet"}, split="test", verification_mode="no_checks"
+        rows = datasets.load_dataset(
+            WIKITEXT, data_files={split: f"{WIKITEXT_CONFIG}/{split}-*.parquet"}, split=split, verification_mode="no_checks"
         )
     except Exception as error:  # the client raises many types: connection, HTTP status, gated or missing repository, full disk
         lines = str(error).strip().splitlines() or [""]
@@ -134,30 +139,30 @@ def _downloaded_wikitext() -> Haystack:
     finally:
         if not shown:
             datasets.enable_progress_bars()
-    sources = " ".join((split.info.download_checksums or {}).keys())
-    return _wikitext_haystack(split["text"], _revision(sources))
+    sources = " ".join((rows.info.download_checksums or {}).keys())
+    return _wikitext_haystack(rows["text"], split, _revision(sources))
 
 
-def _cached_wikitext() -> Haystack | None:
-    """The test split from the datasets cache, opened in place: no network, no lock and no write."""
+def _cached_wikitext(split: str) -> Haystack | None:
+    """A split from the datasets cache, opened in place: no network, no lock and no write."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser() / WIKITEXT.replace("/", "___")
-    for table in sorted(cache.glob("*/*/*/wikitext-test.arrow"), reverse=True):
+    for table in sorted(cache.glob(f"*/*/*/wikitext-{split}.arrow"), reverse=True):
         configuration, commit = table.parts[-4], table.parts[-2]
         try:
             facts = json.loads((table.parent / "dataset_info.json").read_text(encoding="utf-8"))
             sources = " ".join(facts.get("download_checksums") or {})
-            if configuration == WIKITEXT_CONFIG or f"{WIKITEXT_CONFIG}/test" in sources:
-                split = _datasets().Dataset.from_file(str(table))
-                return _wikitext_haystack(split["text"], _revision(sources) or commit)
+            if configuration == WIKITEXT_CONFIG or f"{WIKITEXT_CONFIG}/{split}" in sources:
+                rows = _datasets().Dataset.from_file(str(table))
+                return _wikitext_haystack(rows["text"], split, _revision(sources) or commit)
         except (OSError, ValueError, KeyError):
             continue  # a broken cache entry is no reason to fail: the next one, or the hub, may have the text
     return None
 
 
-def _wikitext_haystack(rows: Sequence[str], revision: str) -> Haystack:
+def _wikitext_haystack(rows: Sequence[str], split: str, revision: str) -> Haystack:
     text = "".join(row if row.endswith("\n") else f"{row}\n" for row in rows)
-    origin = f"{WIKITEXT} {WIKITEXT_CONFIG}, test split, revision {revision or 'unknown'}"
+    origin = f"{WIKITEXT} {WIKITEXT_CONFIG}, {split} split, revision {revision or 'unknown'}"
     return Haystack.of("wikitext", origin, wikitext_sentences(text))
 
 

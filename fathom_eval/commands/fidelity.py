@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers
+from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name
+from fathom_eval.commands.spreading import (
+    add_worker_arguments,
+    check_workers,
+    model_request,
+    release_weights,
+    spread_units,
+    wants_workers,
+)
+from fathom_eval.commands.suite_arguments import Choice, add_suite_arguments, choose, report_suite
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
+    from fathom_eval.fidelity import FidelityWork, Unit, Windows
+    from fathom_eval.models import LoadedModel
     from fathom_eval.run import Run
 
 HELP = "Measure the error of attention outputs over the bits that scans read."
@@ -22,30 +34,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
-    add("--methods", default="paper", metavar="A,B", help="names with options, sparq:r=D/4; default: paper (see 'methods')")
-    add("--context", default="2048", metavar="N,N", help="tokens of a window (default: 2048)")
-    add("--k", default="128", metavar="K,K", help="keys a query head attends to (default: 128)")
+    add("--methods", metavar="A,B", help="names with options, sparq:r=D/4; default: paper (see 'methods')")
+    add("--context", metavar="N,N", help="tokens of a window (default: 2048)")
+    add("--k", metavar="K,K", help="keys a query head attends to (default: 128)")
+    add_suite_arguments(parser)
     add("--windows", type=int, default=8, metavar="W", help="disjoint windows of the text (default: 8)")
     add("--positions", type=int, default=128, metavar="P", help="last positions of a window that are evaluated (default: 128)")
     add("--full-window", action="store_true", help="statistics and sealed blocks of the whole window, not of each position's past")
     add("--haystack", default="auto", metavar="H", help="wikitext, python-docs, a text file, or auto (default)")
     add("--seed", type=int, default=0, metavar="S", help="of the windows (default: 0)")
+    add_worker_arguments(parser)
     add_model_arguments(parser)
     add_output_arguments(parser, "fidelity")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
+    from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
-    from fathom_eval.methods import parse_methods
     from fathom_eval.run import Run, check_free_space, default_run_path
     from fathom_eval.tasks.haystack import load_haystack
 
     console = Console(quiet=args.quiet, json=args.json)
-    specs = parse_methods(args.methods)
-    contexts, k_values = numbers(args.context, "--context"), numbers(args.k, "--k")
+    if args.list_suites:
+        return _list_suites(console)
+    choice = choose(args, console)
+    specs, contexts, k_values = choice.specs, choice.contexts, choice.k_values
     at_least_one(args.windows, "--windows")
     at_least_one(args.positions, "--positions")
+    check_workers(args)
     for spec in specs:
         if not spec.method.control or spec.method.name == "exact":
             for k in k_values:
@@ -54,25 +71,18 @@ def run(args: argparse.Namespace) -> int:
         Run.check(Path(args.output))
     haystack = load_haystack(args.haystack, offline=args.offline, say=console.say)
 
-    from fathom_eval.fidelity import Windows, check_positions, evaluate, missing_units, run_identity
-    from fathom_eval.models import load_model
+    from fathom_eval.fidelity import FidelityWork, Windows, check_positions, missing_units, run_identity
     from fathom_eval.ruler import all_branches, versions
 
     check_positions(args.positions, contexts)
-    loaded = load_model(
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        offline=args.offline,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-        rope_scaling=args.rope_scaling,
-        say=console.say,
-    )
+    work = FidelityWork(model_request(args), haystack, args.seed, args.positions, args.full_window)
+    loaded = work.model.load(console.say)
     facts = loaded.facts
     check_positions(args.positions, contexts, facts)
     for spec in specs:
         spec.check(facts, k_values)
+    for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=haystack.sha256):
+        console.warn(line)
     windows = Windows(loaded.tokenizer, haystack, args.seed)
     for context in contexts:
         windows.check(context, args.windows)
@@ -96,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "full_window": args.full_window,
             "seed": args.seed,
             "rope_scaling": args.rope_scaling,
+            **choice.settings,
         },
     }
     with Run.open(path, identity=identity, details=details) as opened:
@@ -107,44 +118,78 @@ def run(args: argparse.Namespace) -> int:
             f"{facts.name} ({facts.dtype}, {facts.device}), haystack {haystack.name}: {len(units)} windows to do, "
             f"the last {args.positions} positions of each, {len(branches)} branches{kept}"
         )
-        if units:
-            with console.progress(len(units), "windows") as progress:
-                progress.advance(0, note="prefill")
-                measured = evaluate(
-                    loaded,
-                    windows,
-                    units,
-                    positions=args.positions,
-                    full_window=args.full_window,
-                    progress=lambda note: progress.advance(0, note=note),
-                )
-                for records in measured:
-                    opened.append(records)
-                    progress.advance()
-        return _report(console, opened)
+        _measure(console, loaded, windows, opened, units, work, args)
+        return _report(console, opened, choice)
 
 
-def _report(console: Console, opened: Run) -> int:
-    from fathom_eval.reports.fidelity import build_fidelity_report, fidelity_frame, fidelity_table
+def _measure(
+    console: Console,
+    loaded: LoadedModel,
+    windows: Windows,
+    opened: Run,
+    units: list[Unit],
+    work: FidelityWork,
+    args: argparse.Namespace,
+) -> None:
+    from fathom_eval.fidelity import evaluate
 
-    files = build_fidelity_report(opened.path, opened.path / "report")
+    if not units:
+        return
+    with console.progress(len(units), "windows") as progress:
+        if wants_workers(args):
+            release_weights(loaded)
+            failed = partial(work.failed_records, loaded.facts, windows)
+            for _, result in spread_units(args, console, work, loaded.facts, units, failed):
+                opened.append(result.records)
+                progress.advance()
+            return
+        progress.advance(0, note="prefill")
+        measured = evaluate(
+            loaded,
+            windows,
+            units,
+            positions=args.positions,
+            full_window=args.full_window,
+            progress=lambda note: progress.advance(0, note=note),
+        )
+        for records in measured:
+            opened.append(records)
+            progress.advance()
+
+
+def _list_suites(console: Console) -> int:
+    from fathom_eval.suites import SUITES, list_suites
+
+    for line in list_suites():
+        console.say(line)
+    console.document({"suites": [vars(suite) for suite in SUITES]})
+    return 0
+
+
+def _report(console: Console, opened: Run, choice: Choice) -> int:
+    from fathom_eval.reports.build import build_report
+    from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table
+
+    files = build_report([opened.path], opened.path / "report")
     frame = fidelity_frame(opened.iter_records())
     for row in frame[frame["failures"] > 0].to_dict(orient="records"):
         at = "" if row["k"] != row["k"] else f" at k={int(row['k'])}"
         console.warn(f"{row['method']}{at} failed in {row['failures']} windows: {row['failure']}")
     table = fidelity_table(frame)
     console.table(table, title="error of each method's attention outputs (bits: scan bits per token, KV head and layer)")
+    suite = report_suite(console, opened, choice) if choice.suite is not None else {}
     console.document(
         {
+            **suite,
             "run": str(opened.path),
+            "html": str(files.html),
             "csv": str(files.csv),
-            "pairs": str(files.pairs_csv),
+            "pairs": str(files.csv.with_name("pairs.csv")),
             "figures": [str(path) for path in files.figures],
-            "table": table.to_dict(orient="records"),
+            "table": fidelity_results(frame),
         }
     )
     console.result(opened.path, "run")
     console.result(files.csv, "csv")
-    for figure in files.figures:
-        console.result(figure, "figure")
+    console.result(files.html, "html")
     return 0
