@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fathom_eval.calibration import Basis
+from fathom_eval.calibration_file import SESSION, statistics_of
 from fathom_eval.kernels.pack import BLOCK, block_scales, pack_planes, quantise, unpack_plane
 from fathom_eval.reads import Reads
-from fathom_eval.stores import Store, StoreSpec
+from fathom_eval.scales import eight_bit_scales, scale_unit
+from fathom_eval.stores import Store, StoreSpec, batched_scores
+from fathom_eval.waterfill import read_depths
 
 if TYPE_CHECKING:
     from fathom_eval.prefill import PrefixLayer
@@ -25,17 +28,50 @@ DECODED_LIMIT = 80 * 2**20
 
 @dataclass(frozen=True)
 class PlaneSpec(StoreSpec):
-    """A bit-plane store in the model's own channels or in the prefix's Karhunen–Loève basis."""
+    """A bit-plane store in the model's own channels or in a Karhunen–Loève basis.
+
+    Attributes:
+        planes: Bits of a code, 1 to 8.
+        statistics: Where that basis comes from, see :func:`fathom_eval.calibration_file.resolve`.
+        scales: A block's scale in fp16, or in fp8 relative to the channel's size (:mod:`fathom_eval.scales`).
+        stored: Code bits of a key that are kept at all, spent on the channels once by :func:`stored_depths` (paper §6, B1); 0 keeps all
+            planes of all channels. Planes that are not kept hold nothing, but their room in memory is not given back.
+    """
 
     basis: Literal["raw", "klt"] = "raw"
     planes: int = 4
+    statistics: str = SESSION
+    scales: Literal["fp16", "fp8"] = "fp16"
+    stored: int = 0
 
     def build(self, layer: PrefixLayer, tokens: int) -> Store:
-        heads, _, channels = layer.keys.shape
-        basis = layer.key_statistics.basis if self.basis == "klt" else None
-        store = PlaneStore((heads,), channels, basis=basis, planes=self.planes, device=layer.keys.device)
+        store = self.start(layer)
         store.append(layer.keys[:, :tokens])
         return store
+
+    def start(self, layer: PrefixLayer) -> PlaneStore:
+        """The store of a layer before any key is in it."""
+        heads, _, channels = layer.keys.shape
+        keys = statistics_of(self.statistics, layer).key_statistics
+        basis = keys.basis if self.basis == "klt" else None
+        unit = None
+        if self.scales == "fp8":
+            unit = scale_unit(keys.mean, keys.variance) if basis is None else scale_unit(torch.zeros_like(keys.mean), basis.variance)
+        limits = stored_depths(layer, self) if self.stored else None
+        device = layer.keys.device
+        return PlaneStore((heads,), channels, basis=basis, planes=self.planes, scale_unit=unit, limits=limits, device=device)
+
+
+def stored_depths(layer: PrefixLayer, spec: PlaneSpec) -> Tensor:
+    """How many planes of each channel a rate-allocated store keeps, int64 ``[H, D]``: Eq. 4 with the mean of q² for a query's own."""
+    statistics = statistics_of(spec.statistics, layer)
+    variance, moment = statistics.key_statistics.variance, statistics.query_statistics.second_moment
+    if spec.basis == "klt":
+        basis = statistics.key_statistics.basis
+        variance, energy = basis.variance, ((moment @ basis.vectors) * basis.vectors).sum(-2)
+    else:
+        energy = moment.diagonal(dim1=-2, dim2=-1)
+    return read_depths(energy * variance, spec.stored, spec.planes)
 
 
 class _Segment:
@@ -83,6 +119,8 @@ class PlaneStore(Store):
         channels: D.
         basis: Store (k - μ)V instead of k.
         planes: Bits of a code.
+        scale_unit: What fp8 scales are relative to, ``[H, D]``; None for fp16 scales.
+        limits: Planes that are kept of each channel, ``[H, D]``; None for all. No read goes deeper.
         segment_blocks: Blocks that a segment made by a later :meth:`append` holds.
     """
 
@@ -93,6 +131,8 @@ class PlaneStore(Store):
         *,
         basis: Basis | None = None,
         planes: int = 4,
+        scale_unit: Tensor | None = None,
+        limits: Tensor | None = None,
         device: torch.device | str = "cpu",
         segment_blocks: int = SEGMENT_BLOCKS,
     ) -> None:
@@ -100,6 +140,8 @@ class PlaneStore(Store):
         self._channels = channels
         self._basis = basis
         self._planes = planes
+        self._scale_unit = scale_unit
+        self._limits = limits
         self._device = torch.device(device)
         self._segment_blocks = segment_blocks
         self.segments: list[_Segment] = []
@@ -109,8 +151,7 @@ class PlaneStore(Store):
         return sum(segment.bytes for segment in self.segments)
 
     def append(self, keys: Tensor) -> None:
-        if self._basis is not None:
-            keys = (keys.float() - self._basis.mean.unsqueeze(-2)) @ self._basis.vectors
+        keys = self.transform(keys)
         done, total = 0, keys.shape[-2] // BLOCK
         while done < total:
             if not self.segments or not self.segments[-1].room:
@@ -121,14 +162,33 @@ class PlaneStore(Store):
             count = min(segment.room, total - done)
             part = keys[..., done * BLOCK : (done + count) * BLOCK, :]
             scales = block_scales(part)
-            segment.write(pack_planes(quantise(part, scales, self._planes), self._planes), scales)
+            if self._scale_unit is not None:
+                scales = eight_bit_scales(scales, self._scale_unit)
+            words = pack_planes(quantise(part, scales, self._planes), self._planes)
+            if self._limits is not None:
+                levels = torch.arange(self._planes, device=words.device)
+                words = words * (self._limits.unsqueeze(-1) > levels).unsqueeze(-1)
+            segment.write(words, scales)
             done += count
         self.tokens += keys.shape[-2]
 
     def empty(self, rows: int) -> Store:
         lead = (rows, self._lead[-1])
         # A branch seals a block in 64 of its steps: a few blocks of room are many steps.
-        return PlaneStore(lead, self._channels, basis=self._basis, planes=self._planes, device=self._device, segment_blocks=4)
+        return PlaneStore(
+            lead,
+            self._channels,
+            basis=self._basis,
+            planes=self._planes,
+            scale_unit=self._scale_unit,
+            limits=self._limits,
+            device=self._device,
+            segment_blocks=4,
+        )
+
+    def transform(self, keys: Tensor) -> Tensor:
+        """Keys ``[…, n, D]`` in the store's basis."""
+        return keys if self._basis is None else (keys.float() - self._basis.mean.unsqueeze(-2)) @ self._basis.vectors
 
     def project(self, query: Tensor) -> Tensor:
         query = query.float()
@@ -141,6 +201,8 @@ class PlaneStore(Store):
         read that deep. The same mask is what is counted, so nothing that is not counted can reach a score.
         """
         assert plan is not None, "a plane store needs read depths"
+        if self._limits is not None:
+            plan = torch.minimum(plan, self._limits)
         levels = torch.arange(self._planes, device=plan.device).view(-1, 1)
         read = plan.unsqueeze(-2) > levels  # [R, H, P, D]
         queries = projected.unsqueeze(-3) * read.unsqueeze(-2)  # [R, H, P, G, D]
@@ -152,7 +214,7 @@ class PlaneStore(Store):
         planes_read = read.sum((-1, -2))
         return scores, Reads(
             code_bits=planes_read * (blocks * BLOCK),
-            scale_bits=channels * (blocks * 16),
+            scale_bits=channels * (blocks * (16 if self._scale_unit is None else 8)),
             other_bits=torch.zeros_like(channels),
             channels=channels,
             tokens=self.tokens,
@@ -160,6 +222,8 @@ class PlaneStore(Store):
 
     def coverage(self, projected: Tensor, plan: Tensor | None) -> Tensor:
         assert plan is not None
+        if self._limits is not None:
+            plan = torch.minimum(plan, self._limits)
         magnitude = projected.abs()
         return (magnitude * (plan.unsqueeze(-2) > 0)).sum(-1) / magnitude.sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -169,10 +233,10 @@ class PlaneStore(Store):
             segment.decoded = torch.stack(values, dim=-3).flatten(-3, -2)  # […, P·D, tokens]
         if segment.decoded is not None:
             flat = queries.transpose(-3, -2).flatten(-2)  # [R, H, G, P·D]
-            return _batched_scores(flat, segment.decoded)
+            return batched_scores(flat, segment.decoded)
         scores: Tensor | float = 0.0
         for plane in range(self._planes):
-            scores = scores + _batched_scores(queries[:, :, plane], segment.plane_values(plane))
+            scores = scores + batched_scores(queries[:, :, plane], segment.plane_values(plane))
         return torch.as_tensor(scores)
 
     def _decoded_bytes(self, segment: _Segment) -> int:
@@ -180,12 +244,3 @@ class PlaneStore(Store):
         for size in self._lead:
             heads *= size
         return heads * self._channels * self._planes * segment.blocks * BLOCK * 4
-
-
-def _batched_scores(queries: Tensor, values: Tensor) -> Tensor:
-    """``[R, H, G, C] × […, H, C, n] → [R, H, G, n]``; a store that all branches share is read once for all of them."""
-    if values.dim() == 4:
-        return queries @ values
-    rows, heads, group, channels = queries.shape
-    folded = queries.transpose(0, 1).reshape(heads, rows * group, channels) @ values
-    return folded.view(heads, rows, group, -1).transpose(0, 1)

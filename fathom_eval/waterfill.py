@@ -19,7 +19,7 @@ def channel_importance(query: Tensor, variance: Tensor) -> Tensor:
     return query.float().square().sum(-2) * variance
 
 
-def read_depths(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
+def read_depths(importance: Tensor, budget: int, max_depth: int = 4, limits: Tensor | None = None) -> Tensor:
     """Spend ``budget`` bits a key on the channels by reverse water-filling (Eq. 4).
 
     Eq. 4 gives channel j depth ``clip(round(log4(g_j / theta)), 0, max_depth)`` with the smallest theta whose depths fit the
@@ -31,16 +31,22 @@ def read_depths(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
     Args:
         importance: Non-negative ``[..., D]``.
         budget: Code bits a key; what exceeds ``D * max_depth`` is not spent.
+        limits: Depths that single channels must not exceed, integers of the shape of ``importance`` or broadcast to it.
 
     Returns:
-        int64 ``[..., D]`` with sum ``min(budget, D * max_depth)``.
+        int64 ``[..., D]`` with sum ``min(budget, D * max_depth)``, or the sum of the limits if that is less.
     """
     channels = importance.shape[-1]
-    thresholds = _plane_thresholds(importance, max_depth).flatten(-2)
-    order = thresholds.sort(dim=-1, descending=True, stable=True).indices
-    taken = order[..., : min(budget, channels * max_depth)] // max_depth
+    thresholds = _plane_thresholds(importance, max_depth)
+    if limits is not None:
+        missing = torch.arange(max_depth, device=importance.device) >= limits.unsqueeze(-1)
+        thresholds = thresholds.masked_fill(missing, -1.0)  # behind all that a channel has, however unimportant
+    ordered = thresholds.flatten(-2).sort(dim=-1, descending=True, stable=True)
+    count = min(budget, channels * max_depth)
+    taken = ordered.indices[..., :count] // max_depth
     depths = torch.zeros_like(importance, dtype=torch.int64)
-    return depths.scatter_add_(-1, taken, torch.ones_like(taken))
+    spent = torch.ones_like(taken) if limits is None else (ordered.values[..., :count] >= 0).long()
+    return depths.scatter_add_(-1, taken, spent)
 
 
 def water_line(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from fathom_eval.calibration_file import SESSION, calibration_of, resolve, statistics_of
+from fathom_eval.depth_tables import DepthTable, measure_depths
 from fathom_eval.errors import UserError
-from fathom_eval.methods.base import Method
-from fathom_eval.planes import PlaneSpec
+from fathom_eval.kernels.pack import BLOCK
+from fathom_eval.methods.base import IF_CHANGED, Method
+from fathom_eval.planes import PlaneSpec, stored_depths
 from fathom_eval.stores import StoreSpec
 from fathom_eval.waterfill import channel_importance, read_depths
 
@@ -25,6 +28,13 @@ class Fathom(Method):
     Attributes:
         budget: Code bits a key for a head_dim of 128, the paper's unit; it scales with head_dim (48 is 24 bits at 64 channels).
         basis: ``raw`` channels, ``klt`` planes, or ``auto``: raw for models with QK-norm, otherwise klt (paper §3.5).
+        statistics: ``session``, those of the prefix's own keys, or a calibration by name or path.
+        layer_plan: A calibration by name or path, whose per-layer plan of mean ``budget`` replaces the flat budget (paper §3.4).
+        codes: ``4bit`` planes; ``8bit`` planes, of which up to eight are read; or ``allocated``: four planes of which only as many are
+            stored as make head_dim bits a key, the same for every query (paper §6, B1).
+        scales: ``fp16``, or ``fp8``, which takes 8 of the 16 bits of every scale that is read.
+        depths: ``model``: Eq. 4. ``measured``: errors of each channel and depth as they are in the prefix, the first plane at its true
+            cost; ``budget`` then includes the scales, so that budget=56 reads what a budget of 48 reads otherwise.
     """
 
     name: ClassVar[str] = "fathom"
@@ -33,34 +43,104 @@ class Fathom(Method):
 
     budget: int = 48
     basis: Literal["auto", "raw", "klt"] = "auto"
+    statistics: str = field(default=SESSION, metadata=IF_CHANGED)
+    layer_plan: str = field(default="", metadata=IF_CHANGED)
+    codes: Literal["4bit", "8bit", "allocated"] = field(default="4bit", metadata=IF_CHANGED)
+    scales: Literal["fp16", "fp8"] = field(default="fp16", metadata=IF_CHANGED)
+    depths: Literal["model", "measured"] = field(default="model", metadata=IF_CHANGED)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "statistics", resolve(self.statistics, f"{self.name}: statistics"))
+        if self.layer_plan:
+            object.__setattr__(self, "layer_plan", resolve(self.layer_plan, f"{self.name}: layer_plan", session=False))
 
     def check(self, facts: ModelFacts) -> None:
         if not 1 <= self.budget <= 4 * 128:
-            raise UserError(f"fathom: budget={self.budget} must lie in 1..512 (code bits for a head_dim of 128)")
+            raise UserError(f"{self.name}: budget={self.budget} must lie in 1..512 (code bits for a head_dim of 128)")
+        if self.statistics != SESSION:
+            calibration_of(self.statistics).check(facts, f"{self.name}: statistics")
+        if self.depths == "measured" and self.codes == "allocated":
+            raise UserError(f"{self.name}: depths=measured knows nothing of what codes=allocated stores; give one of them")
+        if self.depths == "measured" and self.layer_plan:
+            raise UserError(f"{self.name}: a per-layer plan holds code bits, and depths=measured spends bits with scales; give one of them")
+        if self.layer_plan:
+            self._check_plan(facts)
 
     def store(self, facts: ModelFacts) -> StoreSpec | None:
-        return PlaneSpec(self._basis(facts))
+        return self._plane_spec(facts)
 
     def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
-        statistics = layer.key_statistics
+        spec = self._plane_spec(facts)
+        if self.depths == "measured":
+            return measure_depths(layer, spec, self.budget * facts.head_dim / 128)
+        statistics = statistics_of(self.statistics, layer).key_statistics
         variance = statistics.basis.variance if self._basis(facts) == "klt" else statistics.variance
-        return variance, self.code_bits(facts.head_dim)
+        budget = calibration_of(self.layer_plan).plans[self.budget][layer.number] if self.layer_plan else self.budget
+        bits = scaled_bits(budget, facts.head_dim)
+        return (variance, bits, stored_depths(layer, spec)) if spec.stored else (variance, bits)
 
     def plan(self, query: Tensor, index: Any) -> Tensor | None:
-        variance, bits = index
-        return read_depths(channel_importance(query, variance), bits)
+        if isinstance(index, DepthTable):
+            return index.depths(query)
+        variance, bits, *limits = index
+        return read_depths(channel_importance(query, variance), bits, self._planes, *limits)
+
+    def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
+        assert plan is not None
+        return plan.sum(-1) + (16 if self.scales == "fp16" else 8) / BLOCK * (plan > 0).sum(-1)
 
     def typical_bits(self, head_dim: int) -> str:
+        if self.depths == "measured":
+            return f"{self.budget * head_dim / 128:g} at most"
         return f"{self.code_bits(head_dim)} + scales"
 
     def line(self) -> str:
-        return f"Fathom {self.basis}"
+        words = [f"{self.family} {self.basis}"]
+        defaults = {"codes": "4bit", "scales": "fp16", "depths": "model"}
+        words += [f"{name}={value}" for name, usual in defaults.items() if (value := getattr(self, name)) != usual]
+        if self.statistics != SESSION:
+            words.append(f"statistics={self.statistics}")
+        if self.layer_plan:
+            words.append(f"layer_plan={self.layer_plan}")
+        return " ".join(words)
 
     def code_bits(self, head_dim: int) -> int:
-        """The budget at this head_dim, at least one bit."""
-        return max(1, round(self.budget * head_dim / 128))
+        """The flat budget, or the mean of the plan, at this head_dim."""
+        return scaled_bits(self.budget, head_dim)
+
+    def _check_plan(self, facts: ModelFacts) -> None:
+        calibration = calibration_of(self.layer_plan)
+        calibration.check(facts, f"{self.name}: layer_plan")
+        settings = calibration.provenance.plan
+        if settings is None:
+            raise UserError(
+                f"{self.name}: {calibration.name} holds no per-layer plan; make one with 'fathom-eval calibrate --plan {self.budget}'"
+            )
+        if self.budget not in settings.means:
+            means = ", ".join(map(str, settings.means))
+            raise UserError(f"{self.name}: {calibration.name} holds plans of mean {means}, not of budget={self.budget}")
+        if self._basis(facts) != settings.basis:
+            raise UserError(
+                f"{self.name}: the plan of {calibration.name} was made for basis={settings.basis}; give that, or calibrate --plan-basis"
+            )
+
+    @property
+    def _planes(self) -> int:
+        return 8 if self.codes == "8bit" else 4
+
+    def _plane_spec(self, facts: ModelFacts) -> PlaneSpec:
+        basis = self._basis(facts)
+        stored = facts.head_dim if self.codes == "allocated" else 0
+        # Without an allocation or eight-bit scales, raw planes are the same whatever the statistics: methods share them.
+        depends = basis == "klt" or stored or self.scales == "fp8"
+        return PlaneSpec(basis, self._planes, self.statistics if depends else SESSION, self.scales, stored)
 
     def _basis(self, facts: ModelFacts) -> Literal["raw", "klt"]:
         if self.basis == "auto":
             return "raw" if facts.qk_norm else "klt"
         return self.basis
+
+
+def scaled_bits(budget: int, head_dim: int) -> int:
+    """A budget for a head_dim of 128, the paper's unit, at this head_dim: at least one bit."""
+    return max(1, round(budget * head_dim / 128))

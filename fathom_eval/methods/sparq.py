@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from fathom_eval import columns
 from fathom_eval.methods.base import Method, channel_count, top_channels
 from fathom_eval.planes import PlaneSpec
 from fathom_eval.stores import StoreSpec
 
 if TYPE_CHECKING:
+    from fathom_eval.methods.step import Step
     from fathom_eval.models import ModelFacts
     from fathom_eval.prefill import PrefixLayer
 
@@ -55,3 +59,53 @@ class SparQ(Method):
 
     def label(self) -> str:
         return f"sparq r={self.r}" + (" per head" if self.per_head else "")
+
+
+@dataclass(frozen=True)
+class SparQPublished(Method):
+    """SparQ as its authors' code runs it: fp16 channels, and one set for the group by the sum of its heads' scores.
+
+    The sum is of scores divided by each head's temperature √(D·‖q̂‖₁/‖q‖₁). Their code keeps no sink, always keeps the local window, and
+    gives the mass of the tokens that it leaves out to the mean value.
+
+    Attributes:
+        r: Channels, a number or a share of head_dim.
+    """
+
+    name: ClassVar[str] = "sparq_published"
+    family: ClassVar[str] = "SparQ as published"
+    source: ClassVar[str] = (
+        "SparQ as graphcore-research/llm-inference-research runs it (arXiv:2312.04985): fp16, one set a group by summed scores, "
+        "reallocation onto the mean value, no sink"
+    )
+
+    r: str = "D/8"
+
+    def policy_defaults(self) -> Mapping[str, Any]:
+        return {"sink": 0, "share": "group_sum", "reallocate": True}
+
+    def check(self, facts: ModelFacts) -> None:
+        channel_count(self.r, facts.head_dim, f"{self.name}: r")
+
+    def store(self, facts: ModelFacts) -> StoreSpec | None:
+        return columns.ColumnSpec("raw")
+
+    def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
+        return channel_count(self.r, facts.head_dim, f"{self.name}: r")
+
+    def plan(self, query: Tensor, index: Any) -> Tensor | None:
+        return top_channels(query.abs().sum(-2), index) * columns.BITS
+
+    def rank(self, scores: Tensor, step: Step) -> Tensor:
+        magnitude = step.query.float().abs()
+        read = magnitude * top_channels(magnitude.sum(-2, keepdim=True), step.index)
+        coverage = read.sum(-1) / magnitude.sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+        temperature = (magnitude.shape[-1] * coverage.clamp_min(1e-6)).sqrt()
+        return scores / temperature.unsqueeze(-1)
+
+    def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
+        assert plan is not None
+        return columns.column_bits(plan)
+
+    def typical_bits(self, head_dim: int) -> str:
+        return f"{columns.BITS * channel_count(self.r, head_dim, f'{self.name}: r')}"

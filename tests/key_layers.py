@@ -1,0 +1,80 @@
+"""Layers of made-up keys, and one scan or one step over them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fathom_eval.branches import Branch, BranchBatch
+from fathom_eval.calibration import QueryStatistics
+from fathom_eval.methods import parse_method
+from fathom_eval.models import ModelFacts
+from fathom_eval.observations import MeanQueryKeyProduct
+from fathom_eval.prefill import Prefix, PrefixLayer
+
+GROUP, CHANNELS, TOKENS = 3, 64, 320
+CPU = torch.device("cpu")
+
+
+def facts_of(head_dim: int = CHANNELS, layers: int = 1, group: int = GROUP) -> ModelFacts:
+    return ModelFacts("tiny", "llama", layers, 2 * group, 2, head_dim, False, 10**6, (0,), "float32", "cpu", "m", "t")
+
+
+FACTS = facts_of()
+
+
+@functools.cache
+def real_layer(tokens: int = TOKENS, channels: int = CHANNELS, seed: int = 0) -> PrefixLayer:
+    """Keys with unequal channels, an offset and heavy tails, as real keys have."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(0.5, -1.0, channels)[torch.randperm(channels, generator=generator)]
+    noise = torch.randn(2, tokens, channels, generator=generator)
+    keys = (noise * noise.abs().sqrt() + torch.randn(2, 1, channels, generator=generator)) * spread
+    queries = torch.randn(2, GROUP, tokens, channels, generator=generator)
+    statistics = QueryStatistics()
+    statistics.add(queries)
+    observations = {MeanQueryKeyProduct(): (queries * keys.unsqueeze(1)).abs().mean(2)}
+    return PrefixLayer(keys, torch.randn(2, tokens, channels, generator=generator), statistics, observations=observations)
+
+
+def queries(rows: int = 2, channels: int = CHANNELS) -> Tensor:
+    return torch.randn(rows, 2, GROUP, channels, generator=torch.Generator().manual_seed(9))
+
+
+def scanned(text: str, layer: PrefixLayer | None = None, query: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Scores and reads of a method over all whole blocks of a layer."""
+    layer = real_layer() if layer is None else layer
+    query = queries() if query is None else query
+    method = parse_method(text).method
+    spec = method.store(FACTS)
+    assert spec is not None
+    store = spec.build(layer, layer.keys.shape[1] // 64 * 64)
+    projected = store.project(query)
+    return store.scan(query, projected, method.plan(projected, method.index(layer, FACTS)))
+
+
+STORES = (
+    "quest", "quest:bits=4", "landmark", "landmark:bits=4", "self_indexing", "kivi", "turboquant", "turboquant:bits=3:residual=true",
+    "kvquant", "loki:bits=16", "sparq_published", "double_sparsity_published", "full", "fathom:codes=8bit", "fathom:scales=fp8",
+    "fathom:codes=allocated",
+)  # fmt: skip
+
+
+def one_layer_output(text: str, k: int, layer: PrefixLayer | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output of a decode step, its query, and the keys and values of all tokens."""
+    layer = real_layer() if layer is None else layer
+    generator = torch.Generator().manual_seed(4)
+    own = torch.randn(2, 1, 2, 10, CHANNELS, generator=generator)
+    query = queries(1)
+    prefix = Prefix(tuple(range(layer.keys.shape[1] + 1)), (layer,))
+    output = BranchBatch(prefix, [Branch(parse_method(text), k)], FACTS).attend(0, query, own[0], own[1], CHANNELS**-0.5)
+    return output[0], query[0], torch.cat([layer.keys, own[0, 0]], dim=1), torch.cat([layer.values, own[1, 0]], dim=1)
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor, inside: Tensor) -> Tensor:
+    """Over the tokens where ``inside`` is True."""
+    weights = (query @ keys.transpose(-1, -2) * CHANNELS**-0.5).masked_fill(~inside, -torch.inf).softmax(-1)
+    return weights @ values
