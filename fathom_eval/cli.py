@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from fathom_eval import __version__
 from fathom_eval.errors import UserError, did_you_mean
 
-COMMANDS = ("ruler", "fidelity", "sessions", "report", "methods", "models", "doctor")
+COMMANDS = ("ruler", "fidelity", "sessions", "calibrate", "bench", "report", "lm-eval", "methods", "models", "doctor")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -19,6 +23,26 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see '{self.prog} --help')")
+
+
+class _EndedError(KeyboardInterrupt):
+    """SIGTERM, as a scheduler sends it before it kills: what Ctrl-C tidies up, this does too."""
+
+
+@contextlib.contextmanager
+def _ending_like_an_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _EndedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,10 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: fathom-eval ruler --model smollm2 --context 2048 --k 128 --limit 4 --output runs/first",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"fathom-eval {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"fathom-eval {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:
-        module = importlib.import_module(f"fathom_eval.commands.{name}")
+        module = importlib.import_module(f"fathom_eval.commands.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=module.HELP,
@@ -47,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 bad input, 130 interrupted (the run can be resumed)."""
+    """Run one command and return its exit code: 0 done, 2 bad input, 130 interrupted and 143 ended (the run can be resumed)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = build_parser()
@@ -57,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
             raise UserError(f"unknown command '{arguments[0]}'; {did_you_mean(arguments[0], COMMANDS)}")
         args = parser.parse_args(arguments)
-        code = int(args.run(args))
+        with _ending_like_an_interrupt():
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -67,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; finished work is kept, run the same command again to go on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        ended = isinstance(error, _EndedError)
+        what = "ended by a signal" if ended else "interrupted"
+        print(f"{what}; finished work is kept, run the same command again to go on", file=sys.stderr)
+        return 143 if ended else 130

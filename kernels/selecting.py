@@ -20,13 +20,30 @@ def ordered_bits(values):
 
 
 @triton.jit
+def count_reaching(keys, threshold, shift):
+    """How many keys reach the threshold with 1, 2 and 3 added at bit ``shift``: three counts of 20 bits in one int64, for one reduction."""
+    one = (keys >= (threshold | (1 << shift))).to(tl.int64)
+    two = (keys >= (threshold | (2 << shift))).to(tl.int64)
+    three = (keys >= (threshold | (3 << shift))).to(tl.int64)
+    return tl.sum(one + (two << 20) + (three << 40))
+
+
+@triton.jit
+def raise_threshold(threshold, counts, shift, count):
+    """The highest of the thresholds that :func:`count_reaching` looked at, or the old one, that ``count`` keys reach."""
+    digit = ((counts & 0xFFFFF) >= count).to(tl.uint32)
+    digit += (((counts >> 20) & 0xFFFFF) >= count).to(tl.uint32)
+    digit += ((counts >> 40) >= count).to(tl.uint32)
+    return threshold | (digit << shift)
+
+
+@triton.jit
 def kth_largest(keys, count, BITS: tl.constexpr):
-    """The ``count``-th largest of unsigned keys, built bit by bit; 0 where there are fewer keys above 0."""
+    """The ``count``-th largest of unsigned keys, built two bits at a time; 0 where there are fewer keys above 0."""
     threshold = tl.zeros([], dtype=tl.uint32)
-    for step in tl.static_range(BITS):
-        higher = threshold | (1 << (BITS - 1 - step))
-        enough = tl.sum((keys >= higher).to(tl.int32)) >= count
-        threshold = tl.where(enough, higher, threshold)
+    for step in tl.static_range(BITS // 2):
+        reached = count_reaching(keys, threshold, BITS - 2 - 2 * step)
+        threshold = raise_threshold(threshold, reached, BITS - 2 - 2 * step, count)
     return threshold
 
 

@@ -65,13 +65,14 @@ def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local
             union.tail_members[row, head, : len(late)] = late
 
 
-def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part: int = 0) -> None:
+def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part: int = 0, members_only: bool = False) -> None:
     """Copy the rows of each group's list out of a store in HBM or pinned host memory. Rows behind the count are not touched.
 
     Args:
-        table: Segments ``[P, H, 64·B, W]``; parts are keys and values, or one part of interleaved rows. A row is a multiple of 16 bytes.
+        table: Segments ``[H, P, 64·B, W]``; parts are keys and values, or one part of interleaved rows. A row is a multiple of 16 bytes.
         union: Lists from :func:`union_rows`.
         out: ``[p, R, H, C, W]`` of the same dtype, contiguous: parts ``first_part`` to ``first_part + p``.
+        members_only: Leave out rows that no query head attends to.
 
     Raises:
         ValueError: A row is not a multiple of 16 bytes.
@@ -82,11 +83,13 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part
     if out.is_cuda:
         from fathom_eval.kernels.rows import triton as kernel
 
-        kernel.fetch_rows(table, union, out, first_part)
+        kernel.fetch_rows(table, union, out, first_part, members_only)
         return
     for row, counts in enumerate(union.counts.tolist()):
         stored = torch.cat(table.segments[row], dim=-2)
         for head, count in enumerate(counts):
+            slots = torch.arange(count)
+            if members_only:
+                slots = slots[union.members[row, head, :count] != 0]
             for part in range(out.shape[0]):
-                wanted = union.rows[row, head, :count]
-                out[part, row, head, :count] = reference.fetch_rows(stored[first_part + part, head], wanted)
+                out[part, row, head, slots] = reference.fetch_rows(stored[head, first_part + part], union.rows[row, head, slots])

@@ -106,6 +106,7 @@ def _union_rows(
 def _fetch_rows(
     table,
     rows,
+    members,
     counts,
     out,
     pairs,
@@ -114,9 +115,11 @@ def _fetch_rows(
     segments,
     segment_tokens,
     width,
+    parts,
     first_part,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
     pair = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2).to(tl.int64)
@@ -126,9 +129,11 @@ def _fetch_rows(
         return
     token = tl.load(rows + pair * capacity + slot, mask=slot < wanted, other=0)
     address = tl.load(table + (pair // heads) * segments + token // segment_tokens) * 16
-    start = (((first_part + part) * heads + pair % heads) * segment_tokens + token % segment_tokens) * width
+    start = (((pair % heads) * parts + first_part + part) * segment_tokens + token % segment_tokens) * width
     word = tl.arange(0, WIDTH)
     inside = (slot < wanted)[:, None] & (word < width)[None, :]
+    if MEMBERS:
+        inside &= (tl.load(members + pair * capacity + slot, mask=slot < wanted, other=0) != 0)[:, None]
     source = (address.to(tl.pointer_type(tl.int32)) + start)[:, None] + word[None, :]
     # Rows are whole multiples of 16 bytes, which the compiler cannot see in an address that comes from memory.
     source = tl.multiple_of(tl.max_contiguous(source, [1, 4]), [1, 16])
@@ -168,7 +173,7 @@ def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local
     )
 
 
-def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: int) -> None:
+def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: int, members_only: bool) -> None:
     """See :func:`fathom_eval.kernels.rows.fetch_rows`."""
     example = table.example
     rows, heads, capacity = union.rows.shape
@@ -176,6 +181,7 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: i
     _fetch_rows[(triton.cdiv(capacity, ROWS), rows * heads, out.shape[0])](
         table.addresses,
         union.rows,
+        union.members,
         union.counts,
         out.view(torch.int32),
         rows * heads,
@@ -184,7 +190,9 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: i
         table.capacity,
         example.shape[-2],
         words,
+        example.shape[1],
         first_part,
         WIDTH=triton.next_power_of_2(words),
         ROWS=ROWS,
+        MEMBERS=members_only,
     )

@@ -22,6 +22,10 @@ STAGES = 4
 REGISTERS = 168
 """Registers a thread may use with up to four heads: without spilling, three warps a scheduler in place of two."""
 
+PROGRAMS: dict[str, int | None] = {"device": None, "host": 264}
+"""Programs of a launch by where the segments lie, None for one a tile. Host memory needs few to be read at the link's rate, and those few
+leave room on the GPU for what runs beside the scan."""
+
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter, which knows no PTX."""
 
@@ -114,6 +118,7 @@ def _scan_planes(
     scores,
     maxima,
     scaling,
+    pairs,
     heads,
     head_dim,
     segments,
@@ -124,102 +129,103 @@ def _scan_planes(
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    pair = tl.program_id(1)
-    row = pair // heads
-    head = (pair % heads).to(tl.int64)
     tiles: tl.constexpr = 2 * CAPACITY // WORDS
-    segment = tile // tiles
-    first = (tile % tiles) * WORDS
-    begin = segment * 2 * CAPACITY + first
-    words = 2 * tl.load(blocks + row)
-    if begin >= words:
-        return
-    plane_base = (tl.load(plane_table + row * segments + segment) * 16).to(tl.pointer_type(tl.uint32))
-    plane_base += head * head_dim * (8 * CAPACITY) + first
-    scale_base = (tl.load(scale_table + row * segments + segment) * 16).to(tl.pointer_type(tl.uint32))
-    scale_base += head * head_dim * (CAPACITY // 2) + first // 4
-    query += pair.to(tl.int64) * GROUP * head_dim
-    channels += pair * head_dim
-    active = tl.load(counts + pair * 4)
-    two = tl.load(counts + pair * 4 + 1)
-    three = tl.load(counts + pair * 4 + 2)
-    four = tl.load(counts + pair * 4 + 3)
+    # A program walks over tiles of all heads, so that a launch can be smaller than its work.
+    for index in range(tl.program_id(0), pairs * segments * tiles, tl.num_programs(0)):
+        tile = index % (segments * tiles)
+        pair = index // (segments * tiles)
+        row = pair // heads
+        head = (pair % heads).to(tl.int64)
+        segment = tile // tiles
+        first = (tile % tiles) * WORDS
+        begin = segment * 2 * CAPACITY + first
+        words = 2 * tl.load(blocks + row)
+        if begin < words:
+            plane_base = (tl.load(plane_table + row * segments + segment) * 16).to(tl.pointer_type(tl.uint32))
+            plane_base += head * head_dim * (8 * CAPACITY) + first
+            scale_base = (tl.load(scale_table + row * segments + segment) * 16).to(tl.pointer_type(tl.uint32))
+            scale_base += head * head_dim * (CAPACITY // 2) + first // 4
+            queries = query + pair.to(tl.int64) * GROUP * head_dim
+            slots = channels + pair * head_dim
+            active = tl.load(counts + pair * 4)
+            two = tl.load(counts + pair * 4 + 1)
+            three = tl.load(counts + pair * 4 + 2)
+            four = tl.load(counts + pair * 4 + 3)
 
-    total = tl.zeros([PADDED, 4, 8, WORDS], dtype=tl.float32)
-    constant = tl.zeros([PADDED, 1, 1, WORDS], dtype=tl.float32)
-    # Slots are sorted by depth, so there is a loop for each, without a test in it.
-    total, constant = _read_slots(
-        total,
-        constant,
-        0,
-        three,
-        four,
-        query,
-        channels,
-        plane_base,
-        scale_base,
-        scaling,
-        head_dim,
-        3,
-        GROUP,
-        PADDED,
-        CAPACITY,
-        WORDS,
-        STAGES,
-        PTX,
-    )
-    total, constant = _read_slots(
-        total,
-        constant,
-        three,
-        two,
-        four,
-        query,
-        channels,
-        plane_base,
-        scale_base,
-        scaling,
-        head_dim,
-        2,
-        GROUP,
-        PADDED,
-        CAPACITY,
-        WORDS,
-        STAGES,
-        PTX,
-    )
-    total, constant = _read_slots(
-        total,
-        constant,
-        two,
-        active,
-        four,
-        query,
-        channels,
-        plane_base,
-        scale_base,
-        scaling,
-        head_dim,
-        1,
-        GROUP,
-        PADDED,
-        CAPACITY,
-        WORDS,
-        STAGES,
-        PTX,
-    )
-    total += constant
+            total = tl.zeros([PADDED, 4, 8, WORDS], dtype=tl.float32)
+            constant = tl.zeros([PADDED, 1, 1, WORDS], dtype=tl.float32)
+            # Slots are sorted by depth, so there is a loop for each, without a test in it.
+            total, constant = _read_slots(
+                total,
+                constant,
+                0,
+                three,
+                four,
+                queries,
+                slots,
+                plane_base,
+                scale_base,
+                scaling,
+                head_dim,
+                3,
+                GROUP,
+                PADDED,
+                CAPACITY,
+                WORDS,
+                STAGES,
+                PTX,
+            )
+            total, constant = _read_slots(
+                total,
+                constant,
+                three,
+                two,
+                four,
+                queries,
+                slots,
+                plane_base,
+                scale_base,
+                scaling,
+                head_dim,
+                2,
+                GROUP,
+                PADDED,
+                CAPACITY,
+                WORDS,
+                STAGES,
+                PTX,
+            )
+            total, constant = _read_slots(
+                total,
+                constant,
+                two,
+                active,
+                four,
+                queries,
+                slots,
+                plane_base,
+                scale_base,
+                scaling,
+                head_dim,
+                1,
+                GROUP,
+                PADDED,
+                CAPACITY,
+                WORDS,
+                STAGES,
+                PTX,
+            )
+            total += constant
 
-    maximum = tl.reshape(tl.max(tl.max(total, axis=2), axis=1), [PADDED, WORDS // 2, 2])
-    maximum = tl.max(maximum, axis=2)
-    group = tl.arange(0, PADDED)[:, None]
-    out = (pair.to(tl.int64) * GROUP + group) * (segments * CAPACITY)
-    block = begin // 2 + tl.arange(0, WORDS // 2)[None, :]
-    tl.store(maxima + out + block, maximum.to(maxima.dtype.element_ty), mask=(group < GROUP) & (block < words // 2))
-    ordered = tl.permute(total.to(scores.dtype.element_ty), [0, 3, 1, 2]).reshape([PADDED, WORDS * 32])
-    token = begin * 32 + tl.arange(0, WORDS * 32)[None, :]
-    tl.store(scores + out * 64 + token, ordered, mask=(group < GROUP) & (token < words * 32))
+            maximum = tl.reshape(tl.max(tl.max(total, axis=2), axis=1), [PADDED, WORDS // 2, 2])
+            maximum = tl.max(maximum, axis=2)
+            group = tl.arange(0, PADDED)[:, None]
+            out = (pair.to(tl.int64) * GROUP + group) * (segments * CAPACITY)
+            block = begin // 2 + tl.arange(0, WORDS // 2)[None, :]
+            tl.store(maxima + out + block, maximum.to(maxima.dtype.element_ty), mask=(group < GROUP) & (block < words // 2))
+            ordered = tl.permute(total.to(scores.dtype.element_ty), [0, 3, 1, 2]).reshape([PADDED, WORDS * 32])
+            token = begin * 32 + tl.arange(0, WORDS * 32)[None, :]
+            tl.store(scores + out * 64 + token, ordered, mask=(group < GROUP) & (token < words * 32))
 
 
 @triton.jit
@@ -269,10 +275,12 @@ def scan_segments(
     rows, heads, group, head_dim = query.shape
     capacity = planes.example.shape[-1]
     padded = triton.next_power_of_2(group)
-    words = min(WORDS["device" if planes.example.is_cuda else "host"], 2 * capacity)
+    place = "device" if planes.example.is_cuda else "host"
+    words = min(WORDS[place], 2 * capacity)
     # A larger group shares its words among more threads.
     warps = max(1, words // TOKENS * max(1, padded // 4))
-    _scan_planes[(planes.capacity * 2 * capacity // words, rows * heads)](
+    tiles = rows * heads * planes.capacity * 2 * capacity // words
+    _scan_planes[(min(tiles, PROGRAMS[place] or tiles),)](
         query,
         plan.channels,
         plan.counts,
@@ -282,6 +290,7 @@ def scan_segments(
         scores,
         maxima,
         scaling,
+        rows * heads,
         heads,
         head_dim,
         planes.capacity,

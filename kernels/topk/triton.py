@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom_eval.kernels.selecting import keep_largest, kth_largest, ordered_bits
+from fathom_eval.kernels.selecting import count_reaching, keep_largest, kth_largest, ordered_bits, raise_threshold
 from fathom_eval.kernels.topk import looked_at
 
 CHUNK = 8192
@@ -128,15 +128,13 @@ def _top_tokens(
 
     offset = tl.arange(0, TILE)
     threshold = tl.zeros([], dtype=tl.uint32)
-    bit = tl.full([], 1 << (BITS - 1), dtype=tl.uint32)
-    for _ in range(BITS):
-        higher = threshold | bit
-        bit = bit >> 1
-        reached = tl.zeros([], dtype=tl.int32)
+    for step in range(BITS // 2):
+        shift = BITS - 2 - 2 * step
+        reached = tl.zeros([], dtype=tl.int64)
         for begin in range(0, near, TILE):
             keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
-            reached += tl.sum((keys >= higher).to(tl.int32))
-        threshold = tl.where(reached >= count, higher, threshold)
+            reached += count_reaching(keys, threshold, shift)
+        threshold = raise_threshold(threshold, reached, shift, count)
     above = tl.zeros([], dtype=tl.int32)
     for begin in range(0, near, TILE):
         keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)

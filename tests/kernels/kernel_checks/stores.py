@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,7 @@ SCANS = [
     {"group": 3, "head_dim": 96, "blocks": [4], "capacity": 4, "dtype": "float16"},
     {"group": 4, "head_dim": 128, "blocks": [10, 7], "capacity": 4, "dtype": "float32"},
     {"group": 7, "head_dim": 64, "blocks": [5, 0], "capacity": 2, "dtype": "float16"},
+    {"group": 2, "head_dim": 64, "blocks": [7, 3], "capacity": 2, "dtype": "float32", "programs": 3},
 ]
 FULL_SCANS = [
     {"group": g, "head_dim": d, "blocks": blocks, "capacity": 512, "dtype": dtype, "host": host}
@@ -102,7 +105,7 @@ FULL_SCANS = [
 
 @check(SCANS, FULL_SCANS)
 def check_scan(
-    device: str, group: int, head_dim: int, blocks: list[int], capacity: int, dtype: str, host: bool = False, words: int | None = None
+    device: str, group: int, head_dim: int, blocks: list[int], capacity: int, dtype: str, host: bool = False, programs: int | None = None
 ) -> None:
     from fathom_eval.kernels.scan import triton as kernel
 
@@ -120,7 +123,8 @@ def check_scan(
     size = (len(blocks), heads, group, plane_table.capacity * capacity)
     scores = poisoned(*size[:-1], size[-1] * 64, dtype=getattr(torch, dtype), device=device)
     maxima = poisoned(*size, dtype=getattr(torch, dtype), device=device)
-    kernel.scan_segments(query, chosen, plane_table, scale_table, whole(blocks, device), scores, maxima, 0.5)
+    with patch.dict(kernel.PROGRAMS, {} if programs is None else {"host": programs}):
+        kernel.scan_segments(query, chosen, plane_table, scale_table, whole(blocks, device), scores, maxima, 0.5)
     for row, count in enumerate(blocks):
         assert scores[row, ..., count * 64 :].isnan().all()
         assert maxima[row, ..., count:].isnan().all()
@@ -139,7 +143,9 @@ def check_scan(
 
 
 @check(SCANS, FULL_SCANS)
-def check_nibble(device: str, group: int, head_dim: int, blocks: list[int], capacity: int, dtype: str, host: bool = False) -> None:
+def check_nibble(
+    device: str, group: int, head_dim: int, blocks: list[int], capacity: int, dtype: str, host: bool = False, programs: int | None = None
+) -> None:
     from fathom_eval.kernels.nibble import triton as kernel
 
     heads, most = 2, max(blocks)
@@ -154,7 +160,8 @@ def check_nibble(device: str, group: int, head_dim: int, blocks: list[int], capa
     size = (len(blocks), heads, group, nibble_table.capacity * capacity)
     scores = poisoned(*size[:-1], size[-1] * 64, dtype=getattr(torch, dtype), device=device)
     maxima = poisoned(*size, dtype=getattr(torch, dtype), device=device)
-    kernel.scan_nibbles(query, channels, nibble_table, scale_table, whole(blocks, device), scores, maxima, 0.5)
+    with patch.dict(kernel.PROGRAMS, {} if programs is None else {"host": programs}):
+        kernel.scan_nibbles(query, channels, nibble_table, scale_table, whole(blocks, device), scores, maxima, 0.5)
     for row, count in enumerate(blocks):
         assert scores[row, ..., count * 64 :].isnan().all()
         assert maxima[row, ..., count:].isnan().all()
@@ -172,10 +179,14 @@ def check_nibble(device: str, group: int, head_dim: int, blocks: list[int], capa
 
 
 @check(
-    [{"group": 4, "head_dim": 96, "blocks": [3], "size": 8}, {"group": 3, "head_dim": 64, "blocks": [6, 1], "size": 16}],
+    [
+        {"group": 4, "head_dim": 96, "blocks": [3], "size": 8},
+        {"group": 3, "head_dim": 64, "blocks": [6, 1], "size": 16},
+        {"group": 2, "head_dim": 64, "blocks": [9, 5], "size": 8, "programs": 2},
+    ],
     [{"group": 4, "head_dim": 128, "blocks": [16384], "size": 8}, {"group": 7, "head_dim": 96, "blocks": [600, 3], "size": 32}],
 )
-def check_landmark(device: str, group: int, head_dim: int, blocks: list[int], size: int) -> None:
+def check_landmark(device: str, group: int, head_dim: int, blocks: list[int], size: int, programs: int | None = None) -> None:
     from fathom_eval.kernels.landmark import triton as kernel
 
     capacity = 512 if device == "cuda" else 4
@@ -185,7 +196,8 @@ def check_landmark(device: str, group: int, head_dim: int, blocks: list[int], si
     shape = (len(blocks), 2, group, table.capacity * capacity)
     scores = poisoned(*shape[:-1], shape[-1] * 64 // size, dtype=torch.float32, device=device)
     maxima = poisoned(*shape, dtype=torch.float32, device=device)
-    kernel.scan_landmarks(query, table, size, whole(blocks, device), scores, maxima, 2.0)
+    with patch.dict(kernel.PROGRAMS, {} if programs is None else {"host": programs}):
+        kernel.scan_landmarks(query, table, size, whole(blocks, device), scores, maxima, 2.0)
     for row, count in enumerate(blocks):
         used = count * 64 // size
         close(scores[row, ..., :used], landmark.reference.scan_landmarks(query[row], means[:, :used]) * 2, "scores")

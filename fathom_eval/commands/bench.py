@@ -1,0 +1,240 @@
+"""``fathom-eval bench``: what the link, the kernels and whole decode steps of the host-resident runtime take on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
+from fathom_eval.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from fathom_eval.console import Console
+    from fathom_eval.run import Run
+
+HELP = "Time the host-resident runtime: the link, the kernels, or decode steps."
+EXAMPLE = "fathom-eval bench step --model qwen3-8b-shape --contexts 131072 --k 512 --output runs/step"
+
+_ACTIONS = ("link", "kernels", "step")
+_TIMED = "fathom:budget=48:basis=raw,sparq:r=16,double_sparsity:c=32,landmark,thumbnail"
+_BYTES_A_RECORD = 8192
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("what", metavar="link|kernels|step", help="what to time")
+    add("--model", default="qwen3-8b-shape", help="qwen3-8b-shape, tiny-shape (random weights), or a model")
+    add("--contexts", default="131072", metavar="N,N", help="tokens (default: 131072)")
+    add("--methods", default=_TIMED, metavar="A,B", help="default: the scans of the paper's Table 2")
+    add("--k", type=int, default=512, metavar="K", help="keys a query head attends to (default: 512)")
+    add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
+    add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
+    add("--lanes", default="1", metavar="L,L", help="parts of a step that are pipelined")
+    add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
+    add("--index", default="host", choices=("host", "hbm"), help="where the scan index lies")
+    add("--repeats", type=int, default=20, metavar="N", help="timed turns (default: 20)")
+    add("--spread", type=float, default=1.0, metavar="S", help="log scale of synthetic channels")
+    add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
+    add_model_arguments(parser)
+    add_output_arguments(parser, "bench")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything cheap, measure what the run lacks, and say where it is."""
+    from fathom_eval.console import Console
+
+    if args.what not in _ACTIONS:
+        raise UserError(f"bench cannot time '{args.what}'; {did_you_mean(args.what, _ACTIONS)}")
+    at_least_one(args.repeats, "--repeats")
+    if args.output is not None:
+        from fathom_eval.run import Run
+
+        Run.check(Path(args.output))
+    console = Console(quiet=args.quiet, json=args.json)
+    import torch
+
+    from fathom_eval.models import resolve_device
+
+    device = resolve_device(args.device)
+    with torch.inference_mode():
+        return {"link": _link, "kernels": _kernels, "step": _step}[args.what](args, console, device)
+
+
+def _link(args: argparse.Namespace, console: Console, device: torch.device) -> int:
+    from fathom_eval.offload.bench import link
+
+    with _open(args, console, device, {}) as opened:
+        if device.type != "cuda":
+            console.say("no CUDA device: the link and the GPU's memory cannot be timed; the host's memory and cores are recorded")
+            opened.append([_plain("link", {"measure": "host", "name": "host memory", "context": 0, **link.host_facts()}, device)])
+        else:
+            for record in link.measure(device, args.repeats):
+                opened.append([_plain("link", record, device)])
+                console.say(_line(record))
+        return _finish(console, opened)
+
+
+def _kernels(args: argparse.Namespace, console: Console, device: torch.device) -> int:
+    if device.type != "cuda":
+        raise UserError(
+            "no CUDA device: kernels cannot be timed; 'pytest tests/kernels' checks them in Triton's interpreter on any machine"
+        )
+    from fathom_eval.offload.bench import kernels
+
+    contexts = numbers(args.contexts, "--contexts")
+    with _open(args, console, device, {"spread": args.spread}) as opened:
+        for record in kernels.measure(contexts, args.spread, args.repeats):
+            opened.append([_plain("kernel", record, device)])
+            console.say(_line(record))
+        return _finish(console, opened)
+
+
+def _step(args: argparse.Namespace, console: Console, device: torch.device) -> int:
+    from fathom_eval.methods import parse_methods
+    from fathom_eval.offload.bench import link
+    from fathom_eval.offload.bench.sources import closing
+    from fathom_eval.offload.bench.steps import Variant, fit_source, measure, with_rerank
+    from fathom_eval.offload.weights import SHAPES
+    from fathom_eval.run import record_key
+
+    contexts = numbers(args.contexts, "--contexts")
+    specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
+    for spec in specs:
+        spec.policy.check(args.k, spec.label)
+    variants = [
+        Variant(spec, args.k, batch, sessions, lanes)
+        for batch in numbers(args.batch, "--batch")
+        for sessions in numbers(args.sessions, "--sessions")
+        for lanes in numbers(args.lanes, "--lanes")
+        for spec in specs
+    ]
+    if device.type != "cuda":
+        if args.model == "qwen3-8b-shape":
+            raise UserError(
+                "no CUDA device: steps of qwen3-8b-shape cannot be timed; --model tiny-shape or smollm2 checks a step and times its "
+                "torch references"
+            )
+        console.say("no CUDA device: there is no link, no graph and no GPU time; the step is checked and its torch references are timed")
+    source = _source(args, console, device, specs, contexts, variants)
+    with closing(source), _open(args, console, device, {"spread": args.spread, "model": source.facts.model_fingerprint}) as opened:
+        rates = link.quick_rates(device) if device.type == "cuda" else {}
+        common: dict[str, Any] = {"device": device_name(str(device)), "spread": args.spread if source.synthetic else None}
+        for context in contexts:
+            done = opened.keys()
+            missing = [item for item in variants if record_key(item.key(source.facts.name, context, args.index)) not in done]
+            if not missing:
+                continue
+            source.open(context)
+            fitted = fit_source(source, args.k, specs[0], console.say) if args.model in SHAPES else {}
+            found = measure(
+                source, context, missing, rates, index=args.index, repeats=args.repeats, common={**common, **fitted}, say=console.say
+            )
+            for record in found:
+                opened.append([record])
+                console.say(_step_line(record))
+        return _finish(console, opened)
+
+
+def _source(args: argparse.Namespace, console: Console, device: torch.device, specs: Any, contexts: list[int], variants: Any) -> Any:
+    from fathom_eval.offload.bench.sources import PrefixSource, SyntheticSource
+    from fathom_eval.offload.weights import SHAPES
+
+    if args.model in SHAPES:
+        limit = None if args.host_memory is None else int(args.host_memory * 2**30)
+        most = max(item.batch * item.sessions for item in variants)
+        return SyntheticSource(
+            SHAPES[args.model],
+            specs,
+            contexts,
+            most,
+            device=device,
+            index=args.index,
+            spread=args.spread,
+            host_limit=limit,
+            say=console.say,
+        )
+    from fathom_eval.fidelity import Windows
+    from fathom_eval.models import load_model
+    from fathom_eval.offload.scans import check_spec
+    from fathom_eval.prefill import prefill
+    from fathom_eval.tasks.haystack import load_haystack
+
+    haystack = load_haystack("auto", offline=args.offline, say=console.say)
+    loaded = load_model(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        offline=args.offline,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        rope_scaling=args.rope_scaling,
+        say=console.say,
+    )
+    for spec in specs:
+        check_spec(spec, loaded.facts)
+    windows = Windows(loaded.tokenizer, haystack, 0)
+    for context in contexts:
+        windows.check(context, 1)
+        if context > loaded.facts.max_positions:
+            raise UserError(f"context {context} exceeds the {loaded.facts.max_positions} positions of {loaded.facts.name}")
+    return PrefixSource(loaded, lambda context: prefill(loaded, windows.token_ids(context, 0)), args.index)
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        return sorted({float(word) for word in words(text, "--rerank")})
+    except ValueError:
+        raise UserError(f"--rerank: '{text}' is not a list of numbers of at least 1") from None
+
+
+def _open(args: argparse.Namespace, console: Console, device: torch.device, identity: dict[str, Any]) -> Run:
+    from fathom_eval.ruler import versions
+    from fathom_eval.run import Run, check_free_space, default_run_path
+
+    whole = {"benchmark": args.what, "device": device_name(str(device)), **identity}
+    name = args.model if args.what == "step" else device.type
+    path = Path(args.output) if args.output is not None else default_run_path(f"bench-{args.what}", name, whole)
+    check_free_space(path, 256 * _BYTES_A_RECORD)
+    settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, type(None)))}
+    details = {"kind": "bench", "model": name, "device": device_name(str(device)), "versions": dict(versions()), "settings": settings}
+    opened = Run.open(path, identity=whole, details=details)
+    for problem in opened.problems:
+        console.warn(problem)
+    return opened
+
+
+def _plain(kind: str, record: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A record of the link or of a kernel: its name is the method, what it belongs to the task."""
+    key = {"kind": kind, "task": record["measure"], "context": record["context"], "sample": 0, "k": None, "method": record["name"]}
+    return {**key, "options": {}, "method_version": 1, **record, "device": device_name(str(device))}
+
+
+def _line(record: dict[str, Any]) -> str:
+    hidden = ("measure", "name", "context")
+    rest = ", ".join(
+        f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}" for key, value in record.items() if key not in hidden
+    )
+    return f"{record['measure']} {record['context'] or ''} {record['name']}: {rest}"
+
+
+def _step_line(record: dict[str, Any]) -> str:
+    words = [f"{record['context']} {record['label']} batch {record['batch']} sessions {record['sessions']} lanes {record['lanes']}:"]
+    if record["gpu_ms"] is not None:
+        parts = " ".join(f"{part} {value:.2f}" for part, value in record["parts_ms"].items() if value >= 0.005)
+        words.append(f"GPU {record['gpu_ms']:.2f} ms (event {record['event_ms']:.2f}; {parts}),")
+    words.append(f"wall {record['wall_ms']:.2f} ms [{record['wall_ms_p10']:.2f}, {record['wall_ms_p90']:.2f}],")
+    if record["floor_ratio"] is not None:
+        words.append(f"{record['floor_ratio']:.3f} of the floor {record['floor_ms']:.2f} ms,")
+    words.append(f"{record['scan_bits']:.1f} bits, {record['active_channels']:.1f} channels, rows {record['rows_bytes'] / 1e6:.1f} MB,")
+    words.append(f"layers apart {record['distinct_layers']}" + (f", VOID: {record['void_reason']}" if record["void"] else ""))
+    return " ".join(words)
+
+
+def _finish(console: Console, opened: Run) -> int:
+    console.document({"run": str(opened.path), "records": opened.records()})
+    console.result(opened.path, "run")
+    return 0

@@ -1,0 +1,216 @@
+"""Host memory that a GPU reads directly: allocated in whole segments, estimated before, released on every way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from fathom_eval.errors import UserError
+from fathom_eval.gguf_models import one_line
+from fathom_eval.kernels.pack import BLOCK
+from fathom_eval.memory import free_bytes, gib
+
+STORES = ("planes", "nibbles", "landmarks")
+"""What a scan can read: bit planes with scales, 4-bit channels with scales, fp16 means of a few tokens."""
+
+
+@dataclass(frozen=True)
+class SegmentShape:
+    """The shape of one segment of one layer and row.
+
+    Attributes:
+        heads, head_dim: H and D.
+        blocks: Blocks of 64 tokens that it holds, a power of two of at least 2.
+        dtype: Of the K/V rows.
+        stores: Names of :data:`STORES` beside the rows.
+        landmark: Tokens a landmark.
+        rows: Whether it holds K/V rows at all.
+    """
+
+    heads: int
+    head_dim: int
+    blocks: int
+    dtype: torch.dtype
+    stores: tuple[str, ...]
+    landmark: int = 8
+    rows: bool = True
+
+    @property
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor of a segment; heads lead, so that those of some heads are one piece of memory."""
+        h, d, b = self.heads, self.head_dim, self.blocks
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.rows:
+            shapes["rows"] = ((h, 2, BLOCK * b, d), self.dtype)
+        if "planes" in self.stores:
+            shapes["planes"] = ((h, d, 4, b), torch.int64)
+        if "nibbles" in self.stores:
+            shapes["nibbles"] = ((h, d, 8, b), torch.int32)
+        if "planes" in self.stores or "nibbles" in self.stores:
+            shapes["scales"] = ((h, d, b), torch.float16)
+        if "landmarks" in self.stores:
+            shapes["landmarks"] = ((h, BLOCK * b // self.landmark, d), torch.float16)
+        return shapes
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tensors of one segment by name, and views of them that the kernels' device can write (the same memory)."""
+
+    tensors: dict[str, Tensor]
+    views: dict[str, Tensor]
+
+
+class Arena:
+    """Segments in pinned host memory (or in the memory of a CPU device), K/V rows always, the index where it is asked for.
+
+    A context manager: leaving it, also by an error, gives the pinned memory back to the system. Segments must not be used afterwards.
+
+    Args:
+        shape: Of the segments.
+        device: Where the kernels run.
+        index: ``host`` or ``hbm``.
+    """
+
+    def __init__(self, shape: SegmentShape, device: torch.device, index: str = "host") -> None:
+        if index not in ("host", "hbm"):
+            raise UserError(f"the index lies in 'host' or 'hbm', not in '{index}'")
+        self.shape, self.device, self.index = shape, device, index
+        self.segments: list[Segment] = []
+
+    def estimate(self, count: int) -> tuple[int, int]:
+        """Bytes of host and of device memory that ``count`` segments take, pinned blocks rounded up as the allocator does."""
+        host = device = 0
+        for name, (shape, dtype) in self.shape.parts.items():
+            size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+            if self.device.type == "cuda" and not self._on_host(name):
+                device += size
+            else:
+                host += size if self.device.type == "cpu" else 1 << (size - 1).bit_length()
+        return host * count, device * count
+
+    def check(self, count: int, *, limit: int | None = None) -> None:
+        """Raise :class:`UserError` with the figures where ``count`` more segments exceed what is free, or a given limit in host bytes."""
+        host, device = self.estimate(count)
+        free_host = limit if limit is not None else host_bytes()
+        if free_host is not None and host > free_host:
+            what = "are allowed" if limit is not None else "are free"
+            raise UserError(
+                f"{count} segments of {BLOCK * self.shape.blocks} tokens need {gib(host)} of host memory and {gib(free_host)} {what}: "
+                "give a shorter context, or fewer sessions"
+            )
+        if self.device.type == "cuda":
+            free = free_bytes(self.device)
+            if free is not None and device > free:
+                raise UserError(f"an index of {gib(device)} does not fit into the {gib(free)} free on {self.device}: give --index host")
+
+    def grow(self, count: int) -> list[Segment]:
+        """``count`` new segments, zeroed where they lie on the device and otherwise unwritten.
+
+        Raises:
+            UserError: The system has not enough memory.
+        """
+        made = []
+        try:
+            for _ in range(count):
+                tensors = {name: self._tensor(name, *part) for name, part in self.shape.parts.items()}
+                views = {name: device_view(tensor, self.device) for name, tensor in tensors.items()}
+                made.append(Segment(tensors, views))
+        except (RuntimeError, MemoryError) as error:
+            host, device = self.estimate(count)
+            made.clear()
+            raise UserError(
+                f"{gib(host)} of host and {gib(device)} of device memory for {count} segments could not be had: {one_line(error)}"
+            ) from None
+        self.segments += made
+        return made
+
+    def close(self) -> None:
+        """Give all memory back. Closing twice does no harm."""
+        self.segments.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            release_pinned()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _on_host(self, name: str) -> bool:
+        return name == "rows" or self.index == "host"
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu":
+            return torch.zeros(shape, dtype=dtype)
+        if self._on_host(name):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+class _HostBytes:
+    """A pinned tensor's bytes as an array that torch takes for device memory: with unified addressing the address is the same."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+        self.owner = tensor
+
+
+def device_view(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same memory as a tensor that operations on ``device`` can write."""
+    if device.type == "cpu" or tensor.is_cuda:
+        return tensor
+    return torch.as_tensor(_HostBytes(tensor), device=device).view(tensor.dtype).view(tensor.shape)
+
+
+def release_pinned() -> None:
+    """Give pinned memory that torch holds unused back to the system."""
+    for owner, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        release = getattr(owner, name, None)
+        if release is not None:
+            release()
+            return
+
+
+def host_bytes() -> int | None:
+    """Host memory that can still be had, None where unknown. A control group's limit counts where it is lower than what Linux reports."""
+    free = free_bytes(torch.device("cpu"))
+    limits = [free] if free is not None else []
+    try:
+        most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
+        if most.isdigit():
+            limits.append(int(most) - int(used))
+    except (OSError, ValueError):
+        pass
+    return min(limits) if limits else None
+
+
+def total_host_bytes() -> int | None:
+    """Physical memory of the machine, None where unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def segments_for(tokens: int, blocks: int) -> int:
+    """Segments of ``blocks`` blocks that hold ``tokens``, at least one."""
+    return max(1, -(-tokens // (BLOCK * blocks)))
+
+
+def known_stores(names: Sequence[str]) -> tuple[str, ...]:
+    """The stores in a fixed order, each once."""
+    return tuple(name for name in STORES if name in names)

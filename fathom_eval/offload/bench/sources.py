@@ -1,0 +1,255 @@
+"""Where the K/V of a timed step come from: synthetic ones for a model of random weights, or a real prefill of a real model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fathom_eval.errors import UserError
+from fathom_eval.kernels.segments import SEGMENT_BLOCKS
+from fathom_eval.memory import gib
+from fathom_eval.methods import MethodSpec
+from fathom_eval.methods.base import channel_count
+from fathom_eval.methods.double_sparsity import DoubleSparsity
+from fathom_eval.methods.fathom import Fathom
+from fathom_eval.methods.loki import Loki
+from fathom_eval.offload.arena import Arena, SegmentShape, host_bytes, known_stores, segments_for
+from fathom_eval.offload.bench.synthetic import SharedQueries, SyntheticKeys, attach_pool
+from fathom_eval.offload.cache import TieredCache, lanes_of
+from fathom_eval.offload.scans import FixedChannels, Scan, WaterFilling, check_spec, fixed_scan, scan_of_prefix
+from fathom_eval.offload.step import DecodeStep
+from fathom_eval.offload.weights import DecoderWeights, ModelShape, random_weights, rotary_angles, weights_of
+from fathom_eval.selection import Policy
+
+if TYPE_CHECKING:
+    from fathom_eval.models import LoadedModel, ModelFacts
+    from fathom_eval.prefill import Prefix
+
+ROOM = 256
+"""Tokens that a timed cache has room for beyond its context."""
+
+UNION_A_HEAD = 2.54
+"""Distinct rows of a group of four heads over k: the middle of the paper's 167 to 216 MB a step."""
+
+
+class Source(Protocol):
+    """Makes what a step runs on."""
+
+    facts: ModelFacts
+    synthetic: bool
+
+    def open(self, context: int) -> None:
+        """Turn to a context: a nominal number of tokens."""
+
+    def weights(self) -> DecoderWeights:
+        """Of the model, with rotary angles for the open context."""
+
+    def prepare(self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1) -> tuple[TieredCache, Scan]:
+        """A cache of the open context for R rows, and the method's scan over it; for one of the sessions that run side by side."""
+
+    def reset(self, cache: TieredCache) -> None:
+        """Set the lengths back to the context's."""
+
+    def notes(self, cache: TieredCache) -> dict[str, Any]:
+        """Fields of a record about where the data come from."""
+
+
+class SyntheticSource:
+    """Random weights and synthetic K/V in one pool of segments that serves every context, layer and session.
+
+    Args:
+        shape: Of the model.
+        contexts: All that will be opened.
+        sessions: The most sessions of one measurement.
+        index: ``host`` or ``hbm``.
+        spread: Standard deviation of the log of the keys' channel scales.
+        host_limit: Bytes of host memory to take at most; None for two thirds of what is free.
+    """
+
+    synthetic = True
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        specs: Sequence[MethodSpec],
+        contexts: Sequence[int],
+        sessions: int,
+        *,
+        device: torch.device,
+        index: str,
+        spread: float,
+        host_limit: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.facts = shape.facts(device, dtype, max(contexts) + ROOM)
+        self._shape, self._device, self._context = shape, device, 0
+        self._scans = [self._scan(spec) for spec in specs]  # refuses what cannot be timed before anything is made
+        blocks = min(SEGMENT_BLOCKS, max(2, 1 << ((min(contexts) // 64).bit_length() - 1)))
+        for context in contexts:
+            if context % (64 * blocks):
+                raise UserError(f"context {context} is not a multiple of {64 * blocks} tokens, the size of a segment")
+        stores = known_stores(["planes", *(scan.store for scan in self._scans)])
+        span = max([8, *(scan.span for scan in self._scans if scan.span > 1)]) if any(scan.span > 1 for scan in self._scans) else 8
+        self.arena = Arena(SegmentShape(shape.kv_heads, shape.head_dim, blocks, dtype, stores, span), device, index)
+        need = segments_for(max(contexts), blocks)
+        host, _ = self.arena.estimate(1)
+        free = host_bytes()
+        limit = host_limit if host_limit is not None else (free or 2**62) * 2 // 3
+        count = min(shape.layers * sessions * need, limit // host)
+        if count < need:
+            self.arena.check(need, limit=limit)
+        self.arena.check(count, limit=limit)
+        say(
+            f"{shape.name}: random weights, synthetic K/V; {count} segments of {64 * blocks} tokens, {gib(host * count)} of host memory"
+            + (
+                ""
+                if count >= shape.layers * sessions * need
+                else f" ({count // need} of {shape.layers * sessions} layers at {max(contexts)})"
+            )
+        )
+        try:
+            self._plain = random_weights(shape, device, dtype, 0, 1)
+            self.keys = SyntheticKeys.draw(shape.kv_heads, shape.head_dim, spread, device)
+            self.keys.fill(self.arena, count)
+            self._queries = SharedQueries(self._plain, self.keys)
+        except BaseException:
+            self.arena.close()
+            raise
+        self._weights = self._plain
+        self._distinct: dict[int, int] = {}
+
+    def open(self, context: int) -> None:
+        """Set rotary angles, and the share of the queries that makes the winners' rows amount to what the paper moved."""
+        self._context = context
+        first = context - 2 * 64
+        cosines, sines = rotary_angles(self._shape.head_dim, self._shape.rope_theta, max(first, 0), ROOM + 128, self._device)
+        self._weights = dataclasses.replace(self._plain, cosines=cosines, sines=sines, first_position=max(first, 0))
+
+    def fit(self, k: int, policy: Policy) -> dict[str, float]:
+        """Find the share by bisection on Fathom 48, and say what it reads then."""
+        spec = MethodSpec(Fathom(48, "raw"), Policy(policy.sink, policy.local))
+        cache, scan = self.prepare(spec, 1, 1)
+        step = DecodeStep(self._weights, cache, scan, k, spec.policy)
+        group = self.facts.group
+        target = k * (1 + (UNION_A_HEAD - 1) * (group - 1) / 3)
+        low, high = 0.0, 1.0
+        for _ in range(9):
+            self._queries.set((low + high) / 2)
+            self.reset(cache)
+            step.run()
+            rows = step.union_counts.double().mean().item()
+            low, high = (self._queries.share, high) if rows > target else (low, self._queries.share)
+        bits, channels = scan.bits().mean().item(), scan.channels().mean().item()
+        return {"fathom48_bits": bits, "fathom48_channels": channels, "share": self._queries.share, "tilt": self._queries.tilt}
+
+    def weights(self) -> DecoderWeights:
+        return self._weights
+
+    def prepare(self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1) -> tuple[TieredCache, Scan]:
+        lane_list = lanes_of(rows, self.facts.kv_heads, lanes)
+        cache = TieredCache.allocate(self.arena, self.facts.layers, rows, lane_list, self._context, spec.policy.local)
+        self._distinct[id(cache)] = attach_pool(cache, self._context, session, sessions)
+        return cache, self._scan(spec)
+
+    def reset(self, cache: TieredCache) -> None:
+        for row in range(cache.rows):
+            cache.set_length(row, self._context - cache.local)
+
+    def notes(self, cache: TieredCache) -> dict[str, Any]:
+        layers = self.facts.layers * cache.rows
+        distinct = self._distinct[id(cache)]
+        return {"distinct_layers": distinct, "aliased_layers": layers - distinct}
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self.arena.close()
+
+    def _scan(self, spec: MethodSpec) -> Scan:
+        check_spec(spec, self.facts)
+        method, facts = spec.method, self.facts
+        if isinstance(method, Loki) or getattr(method.store(facts), "basis", "raw") != "raw":
+            raise UserError(
+                f"{spec.label}: synthetic keys are timed in raw channels; give basis=raw, or double_sparsity for a 32-channel scan"
+            )
+        if getattr(method, "statistics", "session") != "session" or getattr(method, "layer_plan", ""):
+            raise UserError(f"{spec.label}: synthetic keys have statistics of their own; leave the calibration out")
+        if isinstance(method, Fathom):
+            variance = self.keys.variance if hasattr(self, "keys") else torch.ones(facts.kv_heads, facts.head_dim)
+            return WaterFilling([variance] * facts.layers, [method.code_bits(facts.head_dim)] * facts.layers)
+        if isinstance(method, DoubleSparsity):
+            count = channel_count(method.c, facts.head_dim, "double_sparsity: c")
+            scale = self.keys.scale if hasattr(self, "keys") else torch.ones(facts.kv_heads, facts.head_dim)
+            best = scale.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values.int()
+            return FixedChannels([best] * facts.layers)
+        return fixed_scan(spec, facts)
+
+
+class PrefixSource:
+    """A loaded model and real prefills: every method has its own segments, since stores differ in basis.
+
+    Args:
+        prefix_of: Prefills ``context`` tokens.
+    """
+
+    synthetic = False
+
+    def __init__(self, loaded: LoadedModel, prefix_of: Callable[[int], Prefix], index: str) -> None:
+        self._loaded, self._prefix_of, self._index = loaded, prefix_of, index
+        self.facts = loaded.facts
+        self._stack = contextlib.ExitStack()
+        self.prefix: Prefix | None = None
+        self._weights: DecoderWeights | None = None
+
+    def open(self, context: int) -> None:
+        self._stack.close()
+        self.prefix = self._prefix_of(context)
+        self._weights = weights_of(self._loaded, self.prefix.tokens, ROOM)
+
+    def weights(self) -> DecoderWeights:
+        assert self._weights is not None
+        return self._weights
+
+    def prepare(self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1) -> tuple[TieredCache, Scan]:
+        prefix, facts = self.prefix, self.facts
+        assert prefix is not None
+        scan = scan_of_prefix(spec, facts, prefix.layers)
+        most = prefix.tokens + ROOM
+        blocks = min(SEGMENT_BLOCKS, max(2, 1 << (-(-most // 64) - 1).bit_length()))
+        shape = SegmentShape(facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), max(scan.span, 8))
+        arena = self._stack.enter_context(Arena(shape, self.weights().device, self._index))
+        arena.check(facts.layers * rows * segments_for(most, blocks))
+        cache = TieredCache.allocate(arena, facts.layers, rows, lanes_of(rows, facts.kv_heads, lanes), most, spec.policy.local, scan.bases)
+        for row in range(rows):
+            for number, layer in enumerate(prefix.layers):
+                cache.load(number, row, layer.keys, layer.values)
+        self.reset(cache)
+        cache.check_flags()
+        return cache, scan
+
+    def reset(self, cache: TieredCache) -> None:
+        """Blocks that were sealed since stay sealed; a step only goes back within the tail that it started from."""
+        assert self.prefix is not None
+        for row in range(cache.rows):
+            if not cache.lengths[row]:
+                cache.set_length(row, self.prefix.tokens)
+
+    def notes(self, cache: TieredCache) -> dict[str, Any]:
+        return {"distinct_layers": self.facts.layers * cache.rows, "aliased_layers": 0}
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def closing(source: Any) -> Iterator[Any]:
+    """Close a source on every way out."""
+    try:
+        yield source
+    finally:
+        source.close()

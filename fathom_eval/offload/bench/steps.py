@@ -1,0 +1,258 @@
+"""Time whole decode steps: every method on the same data, in turn, checked first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fathom_eval.methods import MethodSpec
+from fathom_eval.offload.bench.checks import StepCheck
+from fathom_eval.offload.bench.sources import Source, SyntheticSource
+from fathom_eval.offload.bench.synthetic import BITS, CHANNELS, ROW_BYTES
+from fathom_eval.offload.bench.timing import profile_gpu, time_in_turn
+from fathom_eval.offload.step import DecodeStep, launch_together
+
+STEPS_OF_A_WINDOW = 56
+"""Steps after which a synthetic cache starts again, before a block would be sealed into its shared segments."""
+
+PROFILED = 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to time.
+
+    Attributes:
+        batch: Sessions that one step decodes together.
+        sessions: Steps that run side by side, a stream each.
+        lanes: Parts of a step that are pipelined.
+    """
+
+    spec: MethodSpec
+    k: int
+    batch: int = 1
+    sessions: int = 1
+    lanes: int = 1
+
+    def key(self, model: str, context: int, index: str) -> dict[str, Any]:
+        """The identity of its record."""
+        method = self.spec.method
+        options = {**self.spec.options, "batch": self.batch, "sessions": self.sessions, "lanes": self.lanes, "index": index}
+        return {
+            "kind": "step",
+            "task": model,
+            "context": context,
+            "sample": 0,
+            "k": self.k,
+            "method": method.name,
+            "options": options,
+            "method_version": method.version,
+        }
+
+
+@dataclass
+class _Prepared:
+    variant: Variant
+    steps: list[DecodeStep]
+    facts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        gpu = self.steps[0].weights.device.type == "cuda"
+        self._streams = [torch.cuda.Stream() for _ in self.steps] if gpu and len(self.steps) > 1 else []
+
+    def run(self) -> None:
+        """One token of every session."""
+        if self._streams:
+            for step in self.steps:
+                step.cache.advance()
+            launch_together(self.steps, self._streams)
+            return
+        for step in self.steps:
+            step.run()
+
+
+def with_rerank(specs: Sequence[MethodSpec], values: Sequence[float]) -> list[MethodSpec]:
+    """Every method at every rerank factor; one that names its own keeps it."""
+    found: list[MethodSpec] = []
+    for spec in specs:
+        for value in values if spec.policy.rerank == 1 else [spec.policy.rerank]:
+            made = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, rerank=value))
+            if made not in found:
+                found.append(made)
+    return found
+
+
+def measure(
+    source: Source,
+    context: int,
+    variants: Sequence[Variant],
+    rates: dict[str, float],
+    *,
+    index: str,
+    repeats: int,
+    common: dict[str, Any],
+    say: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """Check and time variants at one context; those that have the same batch and sessions run in turn.
+
+    Args:
+        source: Turned to the context already.
+        rates: Of :func:`fathom_eval.offload.bench.link.quick_rates`; empty where nothing was measured.
+        common: Fields of every record.
+    """
+    groups: dict[tuple[int, int], list[Variant]] = {}
+    for variant in variants:
+        groups.setdefault((variant.batch, variant.sessions), []).append(variant)
+    for group in groups.values():
+        prepared = []
+        for variant in group:
+            prepared.append(_prepare(source, variant))
+            errors = prepared[-1].facts["relative_errors"]
+            say(f"{context}: {variant.spec.label}, batch {variant.batch}, lanes {variant.lanes}: checked, relative errors {errors}")
+        yield from _time(source, context, prepared, rates, index, repeats, common)
+        for item in prepared:
+            for step in item.steps:
+                step.release()
+
+
+def _prepare(source: Source, variant: Variant) -> _Prepared:
+    steps, facts = [], {}
+    for session in range(variant.sessions):
+        cache, scan = source.prepare(variant.spec, variant.batch, variant.lanes, session, variant.sessions)
+        step = DecodeStep(source.weights(), cache, scan, variant.k, variant.spec.policy)
+        step.token_ids.random_(0, step.weights.head.shape[0], generator=torch.Generator(step.weights.device).manual_seed(5))
+        check = StepCheck(step, variant.spec.label)
+        step.observer = check.observe
+        step.run()
+        step.observer = None
+        facts = {**_traffic(step, check), **source.notes(cache), "relative_errors": {k: float(f"{v:.2e}") for k, v in check.errors.items()}}
+        source.reset(cache)
+        step.capture()
+        steps.append(step)
+    return _Prepared(variant, steps, facts)
+
+
+def _traffic(step: DecodeStep, check: StepCheck) -> dict[str, Any]:
+    """What the last step moved, of one of the steps that run side by side."""
+    cache, weights = step.cache, step.weights
+    row = cache.arena.shape.head_dim * cache.tail.element_size()
+    sealed = cache.blocks.double().view(1, -1, 1) * 64
+    bits, candidates, kept = step.scan.bits(), step.union_counts.double().sum().item(), check.kept_rows.sum().item()
+    scan_bytes = (bits.to(sealed.device) * sealed / 8).sum().item()
+    fetched = (candidates + kept) * row
+    return {
+        "scan_bits": bits.mean().item(),
+        "active_channels": step.scan.channels().mean().item(),
+        "scan_bytes": int(scan_bytes),
+        "union_rows": kept / step.union_counts.numel(),
+        "candidate_rows": candidates / step.union_counts.numel(),
+        "rows_bytes": int(2 * kept * row),
+        "fetched_bytes": int(fetched),
+        "link_bytes": int(fetched + (scan_bytes if cache.arena.index == "host" else 0)),
+        "weight_bytes": weights.bytes_read,
+    }
+
+
+def _time(
+    source: Source,
+    context: int,
+    prepared: Sequence[_Prepared],
+    rates: dict[str, float],
+    index: str,
+    repeats: int,
+    common: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    gpu = prepared[0].steps[0].weights.device.type == "cuda"
+
+    def restarting(item: _Prepared) -> Callable[[], None]:
+        taken = 0
+
+        def run() -> None:
+            nonlocal taken
+            if taken % STEPS_OF_A_WINDOW == 0 and source.synthetic:
+                for step in item.steps:
+                    source.reset(step.cache)
+            taken += 1
+            item.run()
+
+        return run
+
+    runs = [restarting(item) for item in prepared]
+    samples = time_in_turn(runs, repeats, 2, gpu=gpu)
+    for item, run, sample in zip(prepared, runs, samples, strict=True):
+        wall, low, high = sample.wall_quantiles()
+        times: dict[str, Any] = {"gpu_ms": None, "gpu_sum_ms": None, "event_ms": None, "parts_ms": {}, "launches": None}
+        if gpu:
+            profiled = profile_gpu(run, PROFILED)
+            times = {
+                "gpu_ms": profiled.busy,
+                "gpu_sum_ms": profiled.total,
+                "event_ms": sorted(sample.event)[len(sample.event) // 2],
+                "parts_ms": profiled.parts,
+                "launches": profiled.launches,
+            }
+        record = {
+            **item.variant.key(source.facts.name, context, index),
+            **common,
+            "label": item.variant.spec.label,
+            "family": item.variant.spec.line,
+            "model": source.facts.name,
+            "layers": source.facts.layers,
+            "synthetic": source.synthetic,
+            "batch": item.variant.batch,
+            "sessions": item.variant.sessions,
+            "lanes": item.variant.lanes,
+            "index": index,
+            "rerank": item.variant.spec.policy.rerank,
+            "adaptive": item.steps[0].scan.adaptive,
+            "repeats": repeats,
+            **times,
+            "wall_ms": wall,
+            "wall_ms_p10": low,
+            "wall_ms_p90": high,
+            "wall_ms_a_token": wall / (item.variant.batch * item.variant.sessions),
+            **item.facts,
+            **rates,
+        }
+        yield {**record, **_floor(record), **_validity(record)}
+
+
+def _floor(record: dict[str, Any]) -> dict[str, Any]:
+    """The time that a step cannot go below: all bytes of the link at its copy rate, then the weights at the GPU memory's own rate."""
+    if not record.get("link_gb_s"):
+        return {"floor_ms": None, "floor_ratio": None, "scan_gb_s": None}
+    sessions = record["sessions"]
+    floor = sessions * (record["link_bytes"] / record["link_gb_s"] + record["weight_bytes"] / record["hbm_gb_s"]) / 1e6
+    scan = record["parts_ms"].get("scan", 0.0)
+    return {
+        "floor_ms": floor,
+        "floor_ratio": record["gpu_ms"] / floor,
+        "scan_gb_s": sessions * record["scan_bytes"] / scan / 1e6 if scan else None,
+    }
+
+
+def _validity(record: dict[str, Any]) -> dict[str, Any]:
+    """Whether synthetic data stand in for the paper's: only judged where its figures apply."""
+    if record["model"] != "qwen3-8b-shape":
+        return {"void": False, "void_reason": None}
+    reasons = []
+    bits, channels, a_session = record["fathom48_bits"], record["fathom48_channels"], record["rows_bytes"] / record["batch"]
+    if not BITS[0] <= bits <= BITS[1] or not CHANNELS[0] <= channels <= CHANNELS[1]:
+        reasons.append(f"Fathom 48 reads {bits:.1f} bits over {channels:.1f} channels, not 56 ± 1 over 30 to 34")
+    if record["k"] == 512 and not ROW_BYTES[0] <= a_session <= ROW_BYTES[1]:
+        reasons.append(f"rows of {a_session / 1e6:.0f} MB a step, not 167 to 216")
+    return {"void": bool(reasons), "void_reason": "; ".join(reasons) or None}
+
+
+def fit_source(source: SyntheticSource, k: int, spec: MethodSpec, say: Callable[[str], None]) -> dict[str, float]:
+    """Fit synthetic queries at the open context and say how they read."""
+    found = source.fit(k, spec.policy)
+    say(
+        f"synthetic queries: share {found['share']:.3f}, tilt {found['tilt']:.3f}; Fathom 48 reads {found['fathom48_bits']:.1f} bits "
+        f"over {found['fathom48_channels']:.1f} channels"
+    )
+    return found

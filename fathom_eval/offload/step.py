@@ -1,0 +1,274 @@
+"""One decode step over a host-resident cache: the same launches for every method, which differs in its plan and its scan alone.
+
+On a GPU a step is one CUDA graph. With more than one lane, what follows a lane's scan runs on a second stream behind the scan of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fathom_eval.errors import UserError
+from fathom_eval.kernels.attend import attend_rows, workspace_size
+from fathom_eval.kernels.gate import silu_gate
+from fathom_eval.kernels.linear import MOST_ROWS, linear
+from fathom_eval.kernels.norm import add_norm
+from fathom_eval.kernels.pack import BLOCK
+from fathom_eval.kernels.rerank import keep_best, ordered_size
+from fathom_eval.kernels.rotary import rotate_heads
+from fathom_eval.kernels.rows import GroupRows, fetch_rows, union_rows
+from fathom_eval.kernels.scan import score_tail
+from fathom_eval.kernels.topk import scratch_size, top_tokens
+from fathom_eval.offload.cache import Lane, LaneTables, TieredCache
+from fathom_eval.offload.scans import Scan
+from fathom_eval.offload.weights import DecoderWeights
+from fathom_eval.selection import Policy
+
+
+@dataclass(frozen=True)
+class LaneWork:
+    """What one lane writes between its scan and its output, reused in every layer."""
+
+    lane: Lane
+    scores: Tensor
+    maxima: Tensor
+    scratch: Tensor
+    indices: Tensor
+    unions: list[GroupRows]
+    fetched: Tensor
+    workspace: Tensor
+    ordered: Tensor
+
+
+class DecodeStep:
+    """A decode step of R sessions.
+
+    Args:
+        weights: Of the model.
+        cache: With one table a lane; its lanes are this step's.
+        scan: The method; its buffers are made here.
+        k: Tokens that a query head attends to, sink and window included.
+        policy: ``sink``, ``local``, ``rerank`` and ``attend`` are heeded.
+        score_dtype: Of the scores; fp16 on a GPU halves what top-k reads, fp32 equals the evaluator's.
+
+    Attributes:
+        token_ids: int64 ``[R]``, the token that a step reads and then the one it gave.
+        logits: fp32 ``[R, vocabulary]`` of the last step.
+        union_counts: int32 ``[L, R, H]``, rows that the last step's groups attended to (candidates, where it reranks).
+        query, mixed: ``[R, H, G, D]``, queries and attention outputs of the layer computed last.
+        tail_scores: ``[R, H, G, T]``, exact scores of the unsealed tokens there.
+        score_scaling: What scores are multiplied by.
+        layers: Layers that a step computes.
+        observer: Called with the layer and the work of each lane once it is done, while no graph is captured.
+
+    Raises:
+        UserError: More sessions than one step takes.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        cache: TieredCache,
+        scan: Scan,
+        k: int,
+        policy: Policy,
+        *,
+        score_dtype: torch.dtype | None = None,
+    ) -> None:
+        rows, heads, group, head_dim, device = cache.rows, weights.heads, weights.group, weights.head_dim, weights.device
+        if rows > MOST_ROWS:
+            raise UserError(f"{rows} sessions are more than the {MOST_ROWS} that one step takes")
+        self.weights, self.cache, self.scan, self.policy = weights, cache, scan, policy
+        self.layers = len(weights.layers)
+        self.observer: Callable[[int, LaneWork], None] | None = None
+        self._count = k - policy.sink - policy.local
+        self._candidates = int(self._count * policy.rerank)
+        dtype = score_dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+        # In fp16 the softmax's own scale keeps scores far from the largest number; in fp32 none is needed.
+        self.score_scaling = weights.scaling if dtype == torch.float16 else 1.0
+        hidden, wide = weights.norm.shape[0], weights.layers[0].down.shape[1]
+
+        def empty(*shape: int, kind: torch.dtype = weights.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        self.token_ids = empty(rows, kind=torch.int64)
+        self.logits = empty(rows, weights.head.shape[0], kind=torch.float32)
+        self.union_counts = empty(self.layers, rows, heads, kind=torch.int32)
+        self._residual, self._normed, self._delta = (empty(rows, hidden) for _ in range(3))
+        self._projected = empty(rows, weights.layers[0].projections.shape[0])
+        self.query = empty(rows, heads, group, head_dim)
+        self.mixed = empty(rows, heads, group, head_dim)
+        self._both, self._gated = empty(rows, 2 * wide), empty(rows, wide)
+        self.tail_scores = empty(rows, heads, group, cache.tail.shape[-2], kind=dtype)
+        scan.allocate(self.layers, rows, heads, head_dim, device)
+        self._work = [self._lane_work(lane, dtype) for lane in cache.lanes]
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and len(cache.lanes) > 1 else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Decode one token of every session: seal what left the windows, then the step itself (as a graph, once it is captured)."""
+        self.cache.advance()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._forward()
+
+    def capture(self) -> None:
+        """Record the step as one CUDA graph. Kernels are compiled by a first pass over the current state, which is left as it was."""
+        if self.weights.device.type != "cuda":
+            return
+        before = self.token_ids.clone()
+        tokens = self.cache.tokens.clone()
+        stream = torch.cuda.Stream(self.weights.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._restore(before, tokens)
+        torch.cuda.synchronize(self.weights.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._forward()
+        self._graph = graph
+        self._restore(before, tokens)
+
+    def replay(self) -> None:
+        """Launch the captured graph again without moving on: the host neither seals nor counts."""
+        assert self._graph is not None, "capture first"
+        self._graph.replay()
+
+    def release(self) -> None:
+        """Drop the graph and its memory."""
+        self._graph = None
+
+    def _restore(self, token_ids: Tensor, tokens: Tensor) -> None:
+        self.token_ids.copy_(token_ids)
+        self.cache.tokens.copy_(tokens)
+
+    def _lane_work(self, lane: Lane, dtype: torch.dtype) -> LaneWork:
+        cache, policy, device = self.cache, self.policy, self.weights.device
+        rows, heads, group, head_dim = lane.row_count, lane.head_count, self.weights.group, self.weights.head_dim
+        tail, capacity = cache.tail.shape[-2], cache.capacity_blocks
+        union = GroupRows.allocate(rows, heads, group, self._candidates, policy.sink, policy.local, tail, device)
+        slots = union.rows.shape[-1]
+
+        def zeros(*shape: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        return LaneWork(
+            lane=lane,
+            scores=zeros(rows, heads, group, capacity * BLOCK // self.scan.span, kind=dtype),
+            maxima=zeros(rows, heads, group, capacity, kind=dtype),
+            scratch=zeros(rows, heads, group, scratch_size(self._candidates, tail), kind=torch.int32),
+            indices=zeros(rows, heads, group, self._candidates, kind=torch.int32),
+            unions=[
+                GroupRows(union.rows, union.members, lane.part(self.union_counts[layer]), union.tail_members)
+                for layer in range(self.layers)
+            ],
+            fetched=zeros(2, rows, heads, slots, head_dim, kind=cache.tail.dtype),
+            workspace=zeros(workspace_size(rows, heads, group, head_dim, slots, tail), kind=torch.float32),
+            ordered=zeros(ordered_size(rows, heads, group, slots, tail) if policy.rerank > 1 else 0, kind=torch.int32),
+        )
+
+    def _forward(self) -> None:
+        weights = self.weights
+        self.cache.tokens.add_(1)
+        torch.index_select(weights.embedding, 0, self.token_ids, out=self._residual)
+        delta: Tensor | None = None
+        for number in range(self.layers):
+            layer = weights.layers[number]
+            add_norm(self._residual, delta, layer.input_norm, weights.epsilon, self._normed)
+            linear(self._normed, layer.projections, layer.projection_bias, self._projected)
+            self._attend(number)
+            linear(self.mixed.view(self.cache.rows, -1), layer.output, layer.output_bias, self._delta)
+            add_norm(self._residual, self._delta, layer.post_norm, weights.epsilon, self._normed)
+            linear(self._normed, layer.gate_and_up, layer.gate_and_up_bias, self._both)
+            silu_gate(self._both, self._gated)
+            linear(self._gated, layer.down, layer.down_bias, self._delta)
+            delta = self._delta
+        add_norm(self._residual, delta, weights.norm, weights.epsilon, self._normed)
+        linear(self._normed, weights.head, None, self.logits)
+        torch.argmax(self.logits, dim=-1, out=self.token_ids)
+
+    def _attend(self, number: int) -> None:
+        weights, cache, layer = self.weights, self.cache, self.weights.layers[number]
+        keys, values = cache.tail[number, 0], cache.tail[number, 1]
+        rotate_heads(
+            self._projected,
+            layer.query_norm,
+            layer.key_norm,
+            weights.epsilon,
+            weights.cosines,
+            weights.sines,
+            weights.first_position,
+            cache.blocks,
+            cache.tokens,
+            self.query,
+            keys,
+            values,
+        )
+        query, offset = self.project(number)
+        self.scan.plan(number, query)
+        score_tail(self.query, keys, offset, cache.blocks, cache.tokens, self.tail_scores, self.score_scaling)
+        lanes = list(zip(self._work, cache.layers[number].lanes, strict=True))
+        if self._side is None:
+            for work, tables in lanes:
+                self._scan_lane(number, work, tables, query)
+                self._finish_lane(number, work, tables)
+            return
+        for work, tables in lanes[:-1]:
+            self._scan_lane(number, work, tables, query)
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                self._finish_lane(number, work, tables)
+        work, tables = lanes[-1]
+        self._scan_lane(number, work, tables, query)
+        self._finish_lane(number, work, tables)
+        torch.cuda.current_stream().wait_stream(self._side)
+
+    def project(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """The query in the store's basis, and what a tail key's exact score lacks of the centred store's."""
+        basis = self.cache.layers[number].basis
+        if basis is None:
+            return self.query, None
+        wide = self.query.float()
+        return (wide @ basis.vectors).contiguous(), (wide @ basis.mean.unsqueeze(-1)).squeeze(-1).contiguous()
+
+    def _scan_lane(self, number: int, work: LaneWork, tables: LaneTables, query: Tensor) -> None:
+        blocks = self.cache.blocks[work.lane.rows]
+        self.scan.scan(number, work.lane, work.lane.part(query), tables, blocks, work.scores, work.maxima, self.score_scaling)
+
+    def _finish_lane(self, number: int, work: LaneWork, tables: LaneTables) -> None:
+        """Top-k, union, fetch of rows and attention of one lane."""
+        cache, policy, lane, union = self.cache, self.policy, work.lane, work.unions[number]
+        blocks, tokens = cache.blocks[lane.rows], cache.tokens[lane.rows]
+        query, out = lane.part(self.query), lane.part(self.mixed)
+        keys, values = lane.part(cache.tail[number, 0]), lane.part(cache.tail[number, 1])
+        limits = (policy.sink, policy.local)
+        shared = policy.attend == "union"
+        top_tokens(work.scores, work.maxima, lane.part(self.tail_scores), blocks, tokens, *limits, work.scratch, work.indices)
+        reranks = policy.rerank > 1
+        union_rows(work.indices, blocks, tokens, *limits, union, shared=shared and not reranks)
+        if reranks:
+            fetch_rows(tables["rows"], union, work.fetched[:1])
+            keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, work.ordered, shared=shared)
+            fetch_rows(tables["rows"], union, work.fetched[1:], first_part=1, members_only=True)
+        else:
+            fetch_rows(tables["rows"], union, work.fetched)
+        attend_rows(query, work.fetched[0], work.fetched[1], union, keys, values, work.workspace, out, self.weights.scaling)
+        if self.observer is not None:
+            self.observer(number, work)
+
+
+def launch_together(steps: Sequence[DecodeStep], streams: Sequence[torch.cuda.Stream]) -> None:
+    """Replay several captured steps side by side, one stream each, and let the current stream wait for all: sessions pipelined."""
+    current = torch.cuda.current_stream()
+    for step, stream in zip(steps, streams, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            step.replay()
+    for stream in streams:
+        current.wait_stream(stream)

@@ -1,0 +1,188 @@
+"""The measurements of the runtime on a machine without a GPU, and their arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fathom_eval.cli import main
+from fathom_eval.methods import parse_method, parse_methods
+from fathom_eval.offload.arena import Arena, SegmentShape
+from fathom_eval.offload.bench import steps
+from fathom_eval.offload.bench.sources import SyntheticSource, closing
+from fathom_eval.offload.bench.timing import PARTS, busy_time, part_of
+from fathom_eval.offload.weights import SHAPES
+from fathom_eval.run import Run
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
+TINY = [
+    "bench",
+    "step",
+    "--model",
+    "tiny-shape",
+    "--device",
+    "cpu",
+    "--contexts",
+    "4096",
+    "--k",
+    "96",
+    "--repeats",
+    "2",
+    "--host-memory",
+    "0.05",
+]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    with Run.load(path) as run:
+        return run.records()
+
+
+def test_overlapping_intervals_count_once() -> None:
+    assert busy_time([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == pytest.approx(4)
+    assert busy_time([]) == 0
+
+
+def test_every_kernel_has_its_part() -> None:
+    names = {"_scan_planes": "scan", "_top_blocks": "top_k", "_fetch_rows": "rows", "_linear": "gemm", "_attend_pieces": "attention"}
+    names |= {"_keep_best": "rerank", "Memcpy HtoD (Pinned -> Device)": "copy", "_add_norm": "other", "_plan_depths": "other"}
+    assert {name: part_of(name) for name in names} == names
+    assert "other" not in PARTS
+
+
+def test_a_step_is_recorded_whole_and_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*TINY, "--methods", "fathom:basis=raw,landmark", "--lanes", "1,2", "--rerank", "1,2", "--output", str(tmp_path / "run")]
+    assert main(command) == 0
+    found = records(tmp_path / "run")
+    assert len(found) == 8
+    assert {(one["method"], one["lanes"], one["rerank"]) for one in found} == {
+        (method, lanes, rerank) for method in ("fathom", "landmark") for lanes in (1, 2) for rerank in (1.0, 2.0)
+    }
+    for one in found:
+        assert one["wall_ms_p10"] <= one["wall_ms"] <= one["wall_ms_p90"]
+        assert one["gpu_ms"] is None
+        assert one["floor_ms"] is None
+        assert one["link_bytes"] == one["scan_bytes"] + one["fetched_bytes"]
+        assert one["aliased_layers"] == 0
+        assert one["synthetic"]
+        assert not one["void"]
+        assert json.dumps(one)
+    plain = {(one["method"], one["lanes"]): one for one in found if one["rerank"] == 1}
+    for one in found:
+        same = plain[one["method"], one["lanes"]]
+        if one["rerank"] == 2:
+            assert one["candidate_rows"] > same["candidate_rows"]
+            assert one["union_rows"] == pytest.approx(same["union_rows"], rel=0.2)
+        else:
+            assert one["candidate_rows"] == one["union_rows"]
+            assert one["fetched_bytes"] == one["rows_bytes"]
+    assert "no CUDA device" in capsys.readouterr().out
+    before = (tmp_path / "run" / "records.jsonl").read_bytes()
+    assert main(command) == 0
+    assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
+    less = [*TINY[:-1], "0.004", "--methods", "sparq:r=4", "--batch", "2", "--output", str(tmp_path / "run")]
+    assert main(less) == 0
+    (one,) = records(tmp_path / "run")
+    assert (one["distinct_layers"], one["aliased_layers"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "copy"], "cannot time 'copy'"),
+        (["bench", "step", "--methods", "dense"], "would read every key"),
+        ([*TINY, "--methods", "fathom:basis=klt"], "give basis=raw"),
+        ([*TINY, "--methods", "loki"], "give basis=raw, or double_sparsity"),
+        ([*TINY, "--contexts", "5000"], "not a multiple of"),
+        ([*TINY, "--host-memory", "0.0001"], "of host memory and 0 MiB are allowed"),
+        ([*TINY, "--lanes", "3"], "cannot be shared among 3 lanes"),
+        ([*TINY, "--rerank", "x"], "--rerank"),
+        ([*TINY, "--k", "36"], "k=36"),
+        ([*TINY, "--batch", "9"], "more than the 8"),
+    ],
+)
+def test_what_cannot_be_timed_is_said_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[1] == "step" and "tiny-shape" not in arguments:
+        arguments = [*arguments, "--model", "tiny-shape"]
+    assert main([*arguments, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+@without_gpu
+@pytest.mark.parametrize(("what", "says"), [("kernels", "Triton's interpreter on any machine"), ("step", "--model tiny-shape or smollm2")])
+def test_a_machine_without_gpu_says_what_it_can_do(what: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", what]) == 2
+    assert says in capsys.readouterr().err
+
+
+@without_gpu
+def test_the_link_of_a_machine_without_gpu_is_its_memory(tmp_path: Path) -> None:
+    assert main(["bench", "link", "--output", str(tmp_path / "run")]) == 0
+    (one,) = records(tmp_path / "run")
+    assert one["host_cores"] >= 1
+
+
+def test_a_difference_from_the_reference_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = steps.DecodeStep._scan_lane
+
+    def scan(self: Any, number: int, work: Any, tables: Any, query: Any) -> None:
+        real(self, number, work, tables, query)
+        work.scores[0, 0, 0, 5] += 1000
+
+    monkeypatch.setattr(steps.DecodeStep, "_scan_lane", scan)
+    assert main([*TINY, "--methods", "fathom", "--output", str(tmp_path / "run")]) == 2
+    assert "differ from the torch reference" in capsys.readouterr().err
+
+
+def test_shared_queries_set_how_many_rows_a_group_reads() -> None:
+    source = SyntheticSource(
+        SHAPES["tiny-shape"],
+        parse_methods("sparq:r=4"),
+        [4096],
+        1,
+        device=torch.device("cpu"),
+        index="host",
+        spread=1.0,
+        host_limit=2**26,
+        say=lambda line: None,
+    )
+    with closing(source), torch.inference_mode():
+        source.open(4096)
+        spec, counts = parse_method("fathom"), []
+        for share in (0.0, 0.9):
+            source._queries.set(share)
+            cache, scan = source.prepare(spec, 1, 1)
+            step = steps.DecodeStep(source.weights(), cache, scan, 96, spec.policy)
+            step.run()
+            counts.append(step.union_counts.double().mean().item())
+            assert scan.channels().mean().item() == pytest.approx(8, abs=2)
+        assert counts[1] < counts[0] - 10
+    assert not source.arena.segments
+
+
+def test_an_arena_is_emptied_on_every_way_out() -> None:
+    shape = SegmentShape(2, 16, 2, torch.float32, ("planes", "landmarks"))
+    arena = Arena(shape, torch.device("cpu"))
+
+    def use() -> None:
+        with arena:
+            arena.grow(3)
+            assert arena.estimate(3)[0] == sum(part.nbytes for segment in arena.segments for part in segment.tensors.values())
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        use()
+    assert arena.segments == []

@@ -1,0 +1,157 @@
+"""The control of the host-resident runtime: it generates the tokens that the evaluator generates."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from fathom_eval.branches import Branch
+from fathom_eval.decode import decode
+from fathom_eval.errors import UserError
+from fathom_eval.methods import parse_method
+from fathom_eval.models import LoadedModel
+from fathom_eval.offload.generate import generate
+from fathom_eval.prefill import Prefix, prefill
+from tests.tiny import tiny_model
+
+METHODS = (
+    "fathom:budget=48:basis=raw",
+    "fathom:budget=48:basis=klt",
+    "sparq:r=D/8",
+    "double_sparsity",
+    "loki",
+    "thumbnail",
+    "full",
+    "landmark",
+    "sparq:r=D/8:rerank=2",
+    "landmark:rerank=1.5:attend=union",
+    "fathom:attend=union",
+    "fathom:sink=0:local=40",
+)
+
+
+def prompt(loaded: LoadedModel, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, len(loaded.tokenizer), (count,), generator=generator).tolist()
+
+
+def both(loaded: LoadedModel, prefix: Prefix, text: str, k: int, new: int, **options: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    branch = Branch(parse_method(text), k)
+    expected = decode(loaded, prefix, [branch], new)[0]
+    assert expected.error is None
+    return generate(loaded, prefix, branch, new, segment_blocks=2, **options).token_ids, expected.token_ids
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_same_tokens_as_the_evaluator(text: str) -> None:
+    """Long enough that blocks are sealed while decoding, and into a segment that did not exist before."""
+    loaded = tiny_model("llama", head_dim=16)
+    prefix = prefill(loaded, prompt(loaded, 330))
+    found, expected = both(loaded, prefix, text, 60, 90)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen2", {}), ("qwen3", {"head_dim": 32}), ("llama", {"kv_heads": 4}), ("llama", {"kv_heads": 1})]
+)
+def test_same_tokens_in_every_architecture(family: str, options: dict[str, int]) -> None:
+    loaded = tiny_model(family, layers=3, **options)
+    prefix = prefill(loaded, prompt(loaded, 200))
+    found, expected = both(loaded, prefix, "fathom", 50, 40)
+    assert found == expected
+
+
+@pytest.mark.parametrize("tokens", [4, 40, 96, 97, 160, 161])
+def test_prompts_shorter_than_the_window_or_a_block(tokens: int) -> None:
+    loaded = tiny_model("llama")
+    prefix = prefill(loaded, prompt(loaded, tokens))
+    found, expected = both(loaded, prefix, "sparq:r=D/4", 44, 8)
+    assert found == expected
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_lanes_change_nothing(lanes: int) -> None:
+    loaded = tiny_model("llama")
+    prefix = prefill(loaded, prompt(loaded, 250))
+    found, expected = both(loaded, prefix, "fathom:rerank=2", 44, 30, lanes=lanes)
+    assert found == expected
+
+
+def test_what_the_step_reads_is_what_the_evaluator_counts() -> None:
+    loaded = tiny_model("llama")
+    prefix = prefill(loaded, prompt(loaded, 300))
+    for text in METHODS[:8]:
+        branch = Branch(parse_method(text), 44)
+        found, expected = generate(loaded, prefix, branch, 1, segment_blocks=2), decode(loaded, prefix, [branch], 1)[0]
+        assert found.bits == pytest.approx(expected.bits), text
+        assert found.channels == pytest.approx(expected.channels), text
+        assert found.rows + 0.0 <= expected.rows + 95, text
+
+
+def test_the_prefix_is_not_written() -> None:
+    loaded = tiny_model("llama")
+    prefix = prefill(loaded, prompt(loaded, 200))
+    before = prefix.checksum()
+    generate(loaded, prefix, Branch(parse_method("fathom"), 44), 70, segment_blocks=2)
+    assert prefix.checksum() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("dense", "would read every key"),
+        ("exact", "would read every key"),
+        ("sparq:per_head=true", "no step for this method"),
+        ("h2o", "no step for this method"),
+        ("fathom:reallocate=true", "the switch reallocate"),
+        ("landmark:bits=4", "no step for this method"),
+    ],
+)
+def test_what_the_runtime_does_not_have_is_refused(text: str, reason: str) -> None:
+    loaded = tiny_model("llama")
+    prefix = prefill(loaded, prompt(loaded, 100))
+    with pytest.raises(UserError, match=reason):
+        generate(loaded, prefix, Branch(parse_method(text), 44), 4)
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    loaded = tiny_model("llama", max_positions=128)
+    prefix = prefill(loaded, prompt(loaded, 100))
+    with pytest.raises(UserError, match="exceed the 128"):
+        generate(loaded, prefix, Branch(parse_method("fathom"), 44), 40)
+
+
+def test_another_architecture_is_refused() -> None:
+    loaded = tiny_model("mistral", sliding_window=None)
+    prefix = prefill(loaded, prompt(loaded, 100))
+    with pytest.raises(UserError, match="llama, qwen2, qwen3"):
+        generate(loaded, prefix, Branch(parse_method("sparq"), 44), 4)
+
+
+def test_nothing_is_held_after_a_generation() -> None:
+    loaded = tiny_model("llama")
+    prefix = prefill(loaded, prompt(loaded, 200))
+    branch = Branch(parse_method("fathom:basis=raw"), 44)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    generate(loaded, prefix, branch, 5, segment_blocks=2)
+    before = tensors()
+    for _ in range(3):
+        generate(loaded, prefix, branch, 5, segment_blocks=2)
+    assert tensors() == before
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_bundled_model_gives_the_same_tokens(smollm2: LoadedModel) -> None:
+    text = "The harbour was quiet. She counted the boats and wrote their names into a small grey book. " * 12
+    ids = smollm2.tokenizer(text).input_ids[:220]
+    prefix = prefill(smollm2, ids)
+    for method in ("fathom", "sparq:r=D/8"):
+        found, expected = both(smollm2, prefix, method, 64, 12)
+        assert found == expected, method

@@ -1,0 +1,87 @@
+"""The runtime on a GPU: the evaluator's tokens from a CUDA graph over pinned memory, pipelined or not, and no memory that stays."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from fathom_eval.branches import Branch
+from fathom_eval.decode import decode
+from fathom_eval.kernels.pack import BLOCK
+from fathom_eval.methods import parse_method
+from fathom_eval.models import LoadedModel, describe_model
+from fathom_eval.offload.arena import Arena, SegmentShape, device_view
+from fathom_eval.offload.cache import TieredCache, lanes_of
+from fathom_eval.offload.generate import generate
+from fathom_eval.offload.scans import scan_of_prefix
+from fathom_eval.offload.step import DecodeStep
+from fathom_eval.offload.weights import weights_of
+from fathom_eval.prefill import prefill
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_gpu(**options: int) -> LoadedModel:
+    loaded = tiny_model("qwen3", head_dim=64, **options)
+    return describe_model(loaded.model.to("cuda"), loaded.tokenizer, "tiny-qwen3")
+
+
+def prompt(count: int) -> list[int]:
+    return torch.randint(2, 380, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize(
+    "text", ["fathom", "fathom:basis=klt", "sparq:r=D/8", "double_sparsity", "loki", "thumbnail", "landmark", "sparq:rerank=2"]
+)
+@pytest.mark.parametrize(("index", "lanes"), [("host", 1), ("host", 2), ("hbm", 1)])
+def test_same_tokens_as_the_evaluator(text: str, index: str, lanes: int) -> None:
+    loaded = on_gpu()
+    prefix = prefill(loaded, prompt(700))
+    branch = Branch(parse_method(text), 60)
+    expected = decode(loaded, prefix, [branch], 90)[0]
+    found = generate(loaded, prefix, branch, 90, index=index, lanes=lanes, score_dtype=torch.float32, segment_blocks=4)
+    assert found.token_ids == expected.token_ids
+
+
+def test_a_view_of_pinned_memory_is_the_same_memory() -> None:
+    host = torch.zeros(4, 6, dtype=torch.bfloat16, pin_memory=True)
+    device_view(host, torch.device("cuda"))[1:3] = 2
+    torch.cuda.synchronize()
+    assert host.sum() == 24
+
+
+def test_nothing_leaks_over_a_thousand_steps() -> None:
+    loaded = on_gpu(max_positions=2048)
+    prefix = prefill(loaded, prompt(400))
+    spec = parse_method("fathom")
+    weights = weights_of(loaded, prefix.tokens, 1100)
+    scan = scan_of_prefix(spec, loaded.facts, prefix.layers)
+    shape = SegmentShape(loaded.facts.kv_heads, loaded.facts.head_dim, 8, prefix.layers[0].keys.dtype, ("planes",))
+    with Arena(shape, weights.device) as arena, torch.inference_mode():
+        cache = TieredCache.allocate(arena, loaded.facts.layers, 1, lanes_of(1, loaded.facts.kv_heads, 2), 1600, spec.policy.local)
+        for number, layer in enumerate(prefix.layers):
+            cache.load(number, 0, layer.keys, layer.values)
+        cache.set_length(0, prefix.tokens)
+        # All segments that the steps will need are there before memory is looked at.
+        for number in range(loaded.facts.layers):
+            cache._ensure(number, 0, 1500)
+        step = DecodeStep(weights, cache, scan, 60, spec.policy)
+        step.capture()
+        for _ in range(2 * BLOCK):
+            step.run()
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], len(arena.segments)
+        for _ in range(1000 - 2 * BLOCK):
+            step.run()
+        torch.cuda.synchronize()
+        gc.collect()
+        after = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], len(arena.segments)
+        assert after[0] == before[0]
+        assert abs(after[1] - before[1]) <= 2**24
+        assert after[2] == before[2]
+        step.release()
+    assert not arena.segments
