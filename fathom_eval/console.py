@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 PLAIN_INTERVAL_SECONDS = 10.0
+_COLUMN_GAP = 3
 # CSI sequences, terminated OSC/DCS/APC/PM strings, and two-character escapes; with ESC or the 8-bit form of the introducer.
 _TERMINAL_ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
@@ -241,12 +242,15 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(printable(title), style="bold") if title else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for column, number in zip(columns, right, strict=True):
-            table.add_column(Text(column), justify="right" if number else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        RichConsole(file=out, highlight=False).print(table)
+        console = RichConsole(file=out, highlight=False)
+        for index, part in enumerate(_fitting(columns, rows, console.width)):
+            heading = Text(printable(title), style="bold") if title and index == 0 else None
+            table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+            for column in part:
+                table.add_column(Text(columns[column]), justify="right" if right[column] else "left", overflow="fold")
+            for row in rows:
+                table.add_row(*(Text(row[column]) for column in part))
+            console.print(table)
 
 
 def duration(seconds: float) -> str:
@@ -257,6 +261,21 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _fitting(columns: list[str], rows: list[list[str]], width: int) -> list[list[int]]:
+    """The columns in groups that fit the width, each led by the columns up to ``method``, which name its rows: no cell is broken."""
+    from rich.cells import cell_len
+
+    need = [max(map(cell_len, cells)) + _COLUMN_GAP for cells in zip(columns, *rows, strict=True)]
+    names = list(range(columns.index("method") + 1)) if "method" in columns else [0]
+    groups: list[list[int]] = []
+    for index in range(len(names), len(columns)):
+        if groups and sum(need[other] for other in (*groups[-1], index)) <= width:
+            groups[-1].append(index)
+        else:
+            groups.append([*names, index])
+    return groups or [names]
 
 
 def _all_numbers(cells: list[Any]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.observations import LayerObservers, Observation, needed_observations
 from fathom_eval.prefill import CHUNK, use_attention
 from fathom_eval.run import Run, record_key
+from fathom_eval.session_data import SourceSettings
+from fathom_eval.session_windows import SessionWindows
 from fathom_eval.tasks.encoding import PromptEncoder
 from fathom_eval.tasks.haystack import Haystack
 from fathom_eval.tasks.samples import sample_seed
@@ -37,6 +39,23 @@ PROTOCOL = 1
 """Raise it when what is measured changes: it is part of every run's identity."""
 
 TASK = "fidelity"
+
+
+class WindowSource(Protocol):
+    """Where windows come from: a text, or agent sessions (:class:`fathom_eval.session_windows.SessionWindows`)."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which tokens a window holds; asked for after :meth:`check`."""
+
+    def check(self, context: int, windows: int) -> None:
+        """Raise :class:`UserError` unless there are so many windows."""
+
+    def origin(self, context: int, index: int) -> dict[str, Any]:
+        """Where a window comes from, for its records."""
+
+    def token_ids(self, context: int, index: int) -> list[int]:
+        """The ``context`` ids of a window."""
 
 
 class Windows:
@@ -82,6 +101,10 @@ class Windows:
         random.shuffle(order)
         return offset + order[index] * length
 
+    def origin(self, context: int, index: int) -> dict[str, Any]:
+        """Where in the text a window starts, for its records."""
+        return {"window_start": self.start(context, index)}
+
     def token_ids(self, context: int, index: int) -> list[int]:
         """The ``context`` ids of a window."""
         start = self.start(context, index)
@@ -97,7 +120,7 @@ class Unit:
     branches: tuple[Branch, ...]
 
 
-def run_identity(facts: ModelFacts, windows: Windows, *, positions: int, full_window: bool) -> dict[str, Any]:
+def run_identity(facts: ModelFacts, windows: WindowSource, *, positions: int, full_window: bool) -> dict[str, Any]:
     """Everything that can change a number of this run, apart from what each record carries itself."""
     return {
         "protocol": PROTOCOL,
@@ -134,7 +157,7 @@ def missing_units(run: Run, contexts: Sequence[int], windows: int, branches: Seq
 
 def evaluate(
     loaded: LoadedModel,
-    windows: Windows,
+    windows: WindowSource,
     units: Sequence[Unit],
     *,
     positions: int,
@@ -167,28 +190,36 @@ class FidelityWork:
     """What a worker needs for any unit; see :mod:`fathom_eval.workers`."""
 
     model: ModelRequest
-    haystack: Haystack
+    text: Haystack | SourceSettings
     seed: int
     positions: int
     full_window: bool
 
+    def windows(self, loaded: LoadedModel, say: Callable[[str], None] = lambda line: None) -> WindowSource:
+        """The windows of a text, or of agent sessions."""
+        if isinstance(self.text, Haystack):
+            return Windows(loaded.tokenizer, self.text, self.seed)
+        return SessionWindows(loaded, self.text, say)
+
     def prepare(self, loaded: LoadedModel) -> Callable[[Unit], Measured]:
         """See :class:`fathom_eval.workers.Work`."""
-        windows = Windows(loaded.tokenizer, self.haystack, self.seed)
+        windows = self.windows(loaded)
 
         def measure(unit: Unit) -> Measured:
             return Measured(next(evaluate(loaded, windows, [unit], positions=self.positions, full_window=self.full_window)))
 
         return measure
 
-    def failed_records(self, facts: ModelFacts, windows: Windows, unit: Unit, reason: str) -> list[dict[str, Any]]:
+    def failed_records(self, facts: ModelFacts, windows: WindowSource, unit: Unit, reason: str) -> list[dict[str, Any]]:
         """The records of a unit that could not be measured."""
         totals = {branch: Totals(failure=reason) for branch in unit.branches}
         return _records(facts, windows, unit, totals, positions=self.positions, full_window=self.full_window, seconds=0.0)
 
 
-def _records(facts: ModelFacts, windows: Windows, unit: Unit, totals: dict[Branch, Totals], **shared: float | bool) -> list[dict[str, Any]]:
-    shared = {"head_dim": facts.head_dim, "window_start": windows.start(unit.context, unit.index), **shared}
+def _records(
+    facts: ModelFacts, windows: WindowSource, unit: Unit, totals: dict[Branch, Totals], **shared: float | bool
+) -> list[dict[str, Any]]:
+    shared = {"head_dim": facts.head_dim, **windows.origin(unit.context, unit.index), **shared}
     return [_record(unit, branch, totals[branch], shared) for branch in unit.branches]
 
 

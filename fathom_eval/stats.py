@@ -58,16 +58,19 @@ def pooled_mean_and_standard_error(groups: Mapping[str, Sequence[float]]) -> Est
     return Estimate(float(np.mean([group.mean() for group in scores])), _standard_error(pooled), len(pooled))
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], *, resamples: int = 10_000, seed: int) -> PairedDifference:
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], *, weights: Sequence[float] | None = None, resamples: int = 10_000, seed: int
+) -> PairedDifference:
     """Compare two methods on the same samples (or sessions).
 
     Args:
         a, b: Scores, shape ``(n,)`` each, paired by position.
+        weights: What each pair counts, positive, shape ``(n,)``; over several tasks ``1 / n_task``, so that every task counts alike.
         resamples: Bootstrap resamples of the pairs.
         seed: Of the bootstrap's own generator.
 
     Returns:
-        The mean of ``a - b`` with the percentile interval of ``CONFIDENCE``, and wins, ties and losses of ``a``.
+        The (weighted) mean of ``a - b`` with the percentile interval of ``CONFIDENCE``, and wins, ties and losses of ``a``.
 
     Raises:
         ValueError: The lengths differ, or there are no pairs.
@@ -77,10 +80,15 @@ def paired_difference(a: Sequence[float], b: Sequence[float], *, resamples: int 
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
     difference = first - second
     difference[np.abs(difference) < _SAME] = 0.0
-    low, high = _bootstrap_interval(difference, resamples, seed)
+    share = np.ones(len(difference)) if weights is None else _finite(weights)
+    if len(share) != len(difference):
+        raise ValueError(f"{len(share)} weights for {len(difference)} pairs")
+    if (share == share[0]).all():
+        share = np.ones(len(difference))
+    low, high = _bootstrap_interval(difference, share, resamples, seed)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
     n = len(difference)
-    return PairedDifference(float(difference.mean()), low, high, wins, n - wins - losses, losses, n)
+    return PairedDifference(float((difference * share).sum() / share.sum()), low, high, wins, n - wins - losses, losses, n)
 
 
 def is_discriminative(dense_scores: Sequence[float], *, floor: float = FLOOR) -> bool:
@@ -94,16 +102,17 @@ def is_discriminative(dense_scores: Sequence[float], *, floor: float = FLOOR) ->
     return dense.mean - _NORMAL_QUANTILE * error > floor
 
 
-def _bootstrap_interval(values: np.ndarray, resamples: int, seed: int) -> tuple[float, float]:
+def _bootstrap_interval(values: np.ndarray, weights: np.ndarray, resamples: int, seed: int) -> tuple[float, float]:
     n = len(values)
     if n == 1:
         return math.nan, math.nan
     rng = np.random.default_rng(seed)
     rows = max(1, _RESAMPLED_VALUES // n)
-    means = np.concatenate(
-        [values[rng.integers(n, size=(min(rows, resamples - done), n))].mean(axis=1) for done in range(0, resamples, rows)]
-    )
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    weighted, means = values * weights, []
+    for done in range(0, resamples, rows):
+        drawn = rng.integers(n, size=(min(rows, resamples - done), n))
+        means.append(weighted[drawn].sum(axis=1) / weights[drawn].sum(axis=1))
+    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

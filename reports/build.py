@@ -2,81 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fathom_eval.errors import UserError
-from fathom_eval.reports.figures import draw
+from fathom_eval.reports.canvas import Style, family_styles
+from fathom_eval.reports.cells import Role
+from fathom_eval.reports.comparing import comparison_blocks
+from fathom_eval.reports.document import Block, Document, Section, Steps, renamed
+from fathom_eval.reports.fidelity_section import fidelity_section, fidelity_source
+from fathom_eval.reports.loading import Loaded, load_runs
 from fathom_eval.reports.page import render
-from fathom_eval.reports.source import load_sources, report_kind
-from fathom_eval.reports.tables import markdown, results_csv, results_frame, write_samples_csv
+from fathom_eval.reports.paper import paper_blocks
+from fathom_eval.reports.ruler import ruler_section
+from fathom_eval.reports.ruler_source import ruler_source
+from fathom_eval.reports.session_cells import Role as SessionRole
+from fathom_eval.reports.session_source import load_session_source
+from fathom_eval.reports.sessions import session_section
+from fathom_eval.reports.timing_section import timing_section, timing_source
+from fathom_eval.reports.writing import Folder, latex, markdown, table_csv
 from fathom_eval.run import raise_file_error
+
+TITLES = {
+    "ruler": "Key scans against dense attention and exact top-k",
+    "sessions": "Agent sessions: the next step under each key scan",
+    "fidelity": "The error of attention outputs over the bits that scans read",
+    "timing": "The time of decode steps and kernels",
+}
+
+Build = Callable[[str, dict[str, Style]], Section]
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report; those of agent sessions are named in :func:`fathom_eval.reports.sessions.build_sessions_report`.
+    """The files of a report.
 
     Attributes:
-        html: the page; it stands alone and asks for nothing.
-        csv: one row a task, context, k and method.
-        overview_csv: one row a context, k and method over all discriminative tasks.
-        samples_csv: one row a record.
-        markdown: text and tables.
-        figures: an SVG and a PNG a figure.
-        warnings: what a reader should know, one line each.
+        html: The page; it stands alone and asks for nothing.
+        csv: The main results, unrounded.
+        data: All files of unrounded results and records, ``csv`` among them.
+        tables: Every table of the page as CSV.
+        markdown, latex: Text and tables.
+        figures: An SVG and a PNG a figure.
+        list: Names of all these, so that a later report knows them.
+        warnings: What a reader should know, one line each.
     """
 
     html: Path
     csv: Path
-    overview_csv: Path
-    samples_csv: Path
+    data: tuple[Path, ...]
+    tables: tuple[Path, ...]
     markdown: Path
+    latex: Path
     figures: tuple[Path, ...]
+    list: Path
     warnings: tuple[str, ...]
 
 
 def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
-    """Write the report of one run, or of several side by side, into the folder ``output``. Files of the same names there are replaced.
+    """Write the report of one run, or of several side by side, into the folder ``output``.
+
+    Runs may be of different kinds. Files that an earlier report left in the folder are replaced or removed.
 
     Raises:
-        UserError: a run is missing, empty, of a newer schema or without records, or ``output`` cannot be written.
+        UserError: Not one of the runs is there, of a known kind and schema, and with records; or ``output`` cannot be written.
     """
     if not run_paths:
         raise UserError("a report needs at least one run directory")
-    if report_kind(run_paths) == "sessions":
-        from fathom_eval.reports.sessions import build_sessions_report
+    with ExitStack() as stack:
+        loaded, left_out = load_runs(run_paths, stack)
+        document, more = build_document(loaded, left_out)
+        warnings = [*more, *(f"{one.name}: {problem}" for one in loaded for problem in one.records.problems)]
+        try:
+            return _write(document, output, tuple(warnings))
+        except OSError as error:
+            raise_file_error(output, "write", error)
 
-        return build_sessions_report(run_paths, output)
-    sources = load_sources(run_paths)
-    drawings = draw(sources)
-    files = ReportFiles(
-        html=output / "report.html",
-        csv=output / "results.csv",
-        overview_csv=output / "overview.csv",
-        samples_csv=output / "samples.csv",
-        markdown=output / "results.md",
-        figures=tuple(
-            output / "figures" / f"{drawing.name}.{ending}"
-            for source in sources
-            for drawing in drawings[source.name]
-            for ending in ("svg", "png")
-        ),
-        warnings=tuple(f"{source.name}: {problem}" for source in sources for problem in source.run.problems),
+
+def build_document(loaded: Sequence[Loaded], left_out: Sequence[str]) -> tuple[Document, list[str]]:
+    """The report of loaded runs, and what could not be reported. Raises UserError where nothing could."""
+    builders: list[Build] = []
+    families: list[str] = []
+    errors: list[str] = []
+    for one in loaded:
+        try:
+            build, own = _builder(one)
+        except UserError as error:
+            errors.append(str(error))
+            continue
+        builders.append(build)
+        families += own
+    if not builders:
+        raise UserError("; ".join([*left_out, *errors]))
+    styles = family_styles(families)
+    sections = [build(f"run-{index}", styles) for index, build in enumerate(builders, start=1)]
+    if len(sections) > 1:
+        sections = [_told_apart(section, f"run{index}-") for index, section in enumerate(sections, start=1)]
+    shared = [*(comparison_blocks(sections) if len(sections) > 1 else []), *paper_blocks(sections)]
+    kinds = list(dict.fromkeys(section.kind for section in sections))
+    title = TITLES[kinds[0]] if len(kinds) == 1 else "Key scans: what was measured"
+    problems = [*left_out, *errors]
+    return Document(title, sections, shared, problems), problems
+
+
+def _builder(one: Loaded) -> tuple[Build, list[str]]:
+    """What makes the section of a run, and the families that its figures show."""
+    if one.kind == "ruler":
+        ruler = ruler_source(one)
+        families = [cell.method.family for cell in ruler.cells if cell.method.role is Role.SCAN]
+        return lambda anchor, styles: ruler_section(ruler, anchor, styles), families
+    if one.kind == "sessions":
+        sessions = load_session_source(one)
+        families = [cell.method.family for cell in sessions.cells if cell.method.role is SessionRole.SCAN]
+        return lambda anchor, styles: session_section(sessions, anchor, styles), families
+    if one.kind == "fidelity":
+        fidelity = fidelity_source(one)
+        return lambda anchor, styles: fidelity_section(fidelity, anchor, styles), fidelity.families
+    timing = timing_source(one)
+    return lambda anchor, styles: timing_section(timing, anchor, styles), timing.families
+
+
+def _told_apart(section: Section, prefix: str) -> Section:
+    """The section with file names that no other run of the report has."""
+
+    def own(block: Block) -> Block:
+        return replace(block, items=[item if isinstance(item, Steps) else renamed(item, prefix) for item in block.items])
+
+    return replace(section, blocks=[own(block) for block in section.blocks])
+
+
+def _write(document: Document, output: Path, warnings: tuple[str, ...]) -> ReportFiles:
+    writers: dict[str, list[Callable[[Path], None]]] = defaultdict(list)
+    mixed = len({section.kind for section in document.sections}) > 1
+    for section in document.sections:
+        for name, writer in section.data.items():
+            writers[f"{section.kind}-{name}" if mixed else name].append(writer)
+    names = list(writers)
+    missing = [f"{section.name}: {gap}" for section in document.sections for gap in section.missing]
+    page = render(document, [*names, *(["missing.csv"] if missing else [])])
+    folder = Folder(output)
+    data = [folder.fill_all(name, found) for name, found in writers.items()]
+    if missing:
+        data.append(
+            folder.write("missing.csv", "\n".join(["missing", *(f'"{line.replace(chr(34), chr(39))}"' for line in missing)]) + "\n")
+        )
+    tables = [folder.write(f"tables/{table.name}.csv", table_csv(table)) for table in document.tables]
+    figures = [
+        folder.write(f"figures/{drawing.name}.{ending}", content)
+        for drawing in document.drawings
+        for ending, content in (("svg", drawing.svg), ("png", drawing.png))
+    ]
+    return ReportFiles(
+        html=folder.write("report.html", page),
+        csv=data[0],
+        data=tuple(data),
+        tables=tuple(tables),
+        markdown=folder.write("results.md", markdown(document)),
+        latex=folder.write("results.tex", latex(document)),
+        figures=tuple(figures),
+        list=folder.finish(),
+        warnings=warnings,
     )
-    page = render(sources, drawings)
-    try:
-        (output / "figures").mkdir(parents=True, exist_ok=True)
-        for source in sources:
-            for drawing in drawings[source.name]:
-                (output / "figures" / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
-                (output / "figures" / f"{drawing.name}.png").write_bytes(drawing.png)
-        files.csv.write_text(results_csv([results_frame(source, source.cells) for source in sources]), encoding="utf-8")
-        files.overview_csv.write_text(results_csv([results_frame(source, source.overview) for source in sources]), encoding="utf-8")
-        write_samples_csv(files.samples_csv, sources)
-        files.markdown.write_text(markdown(sources), encoding="utf-8")
-        files.html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise_file_error(output, "write", error)
-    return files

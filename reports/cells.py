@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,13 +12,14 @@ from typing import Any
 
 from fathom_eval.console import printable
 from fathom_eval.run import canonical_json
-from fathom_eval.stats import is_discriminative, mean_and_standard_error, paired_difference, pooled_mean_and_standard_error
+from fathom_eval.stats import CEILING, is_discriminative, mean_and_standard_error, paired_difference, pooled_mean_and_standard_error
 
 FLOOR = 0.1
 """Where dense attention itself scores below this, or with some samples is not clearly above the floor of
 :func:`~fathom_eval.stats.is_discriminative`, no scan can show a loss: the cell is marked ``not discriminative``."""
 
 NOT_DISCRIMINATIVE = "not discriminative"
+CEILING_NOTE = "at the ceiling"
 
 MINIMUM_PAIRS = 6
 """With fewer pairs not even a sign test on nothing but losses reaches 5 % (2 · 0.5⁵ = 0.0625), whatever a bootstrap of them says."""
@@ -62,6 +63,8 @@ class Point:
     rows: float | None
     head_dim: float | None
     fired_per_step: float | None
+    needles: tuple[tuple[float, bool], ...] = ()
+    """Depth of every gold string in the haystack, and whether the generation contains it; empty where the record does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,13 @@ def read_points(records: Iterable[Mapping[str, Any]]) -> tuple[list[Point], list
     """
     versions: dict[tuple[str, str], int] = {}
     dated: list[tuple[tuple[str, str], int, Point]] = []
+    foreign: list[str] = []
     for record in records:
-        point = _point(record)
+        try:
+            point = _point(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            foreign.append(f"{type(error).__name__}: {printable(error)}")
+            continue
         key, version = (point.method.name, point.method.options), int(record.get("method_version") or 0)
         versions[key] = max(version, versions.get(key, version))
         dated.append((key, version, point))
@@ -147,7 +155,10 @@ def read_points(records: Iterable[Mapping[str, Any]]) -> tuple[list[Point], list
             points.append(replace(point, method=replace(point.method, role=Role.SCAN)))
         else:
             points.append(point)
-    return points, [f"{count} records of an older version of {label} are left out" for label, count in sorted(left_out.items())]
+    notes = [f"{count} records of an older version of {label} are left out" for label, count in sorted(left_out.items())]
+    if foreign:
+        notes.append(f"{len(foreign)} records are not of this kind and are left out ({foreign[0]})")
+    return points, notes
 
 
 def compute_cells(points: Sequence[Point]) -> list[Cell]:
@@ -199,7 +210,17 @@ def _cells(points: Sequence[Point], context: int, tasks: Sequence[str], name: st
         _cell(name, context, k, method, members, scores[k, method], len(expected[k]), dense, exact[k], marks)
         for (k, method), members in groups.items()
     ]
-    return sorted(cells, key=sort_key)
+    return sorted(_with_ceiling(cells) if name != ALL_TASKS else cells, key=sort_key)
+
+
+def _with_ceiling(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, marked where every scan of their k solves the task: none can be told from another there."""
+    scans: dict[int | None, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if cell.method.role is Role.SCAN:
+            scans[cell.k].append(cell)
+    solved = {k for k, found in scans.items() if all(cell.score is not None and cell.score >= CEILING for cell in found)}
+    return [replace(cell, notes=(*cell.notes, CEILING_NOTE)) if cell.k in solved else cell for cell in cells]
 
 
 def _at_floor(dense: Sequence[float]) -> bool:
@@ -263,11 +284,18 @@ def _cell(
 def _compare(
     own: Mapping[tuple[str, int], float], other: Mapping[tuple[str, int], float], shared: Sequence[tuple[str, int]]
 ) -> Comparison | None:
+    """Over several tasks every task counts alike, as in the scores themselves."""
     if not shared:
         return None
     # Sorted, so that the bootstrap draws the same samples whatever order the records were written in.
     ordered = sorted(shared)
-    found = paired_difference([own[sample] for sample in ordered], [other[sample] for sample in ordered], seed=0)
+    sizes = Counter(task for task, _ in ordered)
+    found = paired_difference(
+        [own[sample] for sample in ordered],
+        [other[sample] for sample in ordered],
+        weights=[1 / sizes[task] for task, _ in ordered],
+        seed=0,
+    )
     return Comparison(len(ordered), found.mean, found.low, found.high, found.wins, found.ties, found.losses)
 
 
@@ -334,7 +362,16 @@ def _point(record: Mapping[str, Any]) -> Point:
         rows=_number(record.get("rows")),
         head_dim=_number(record.get("head_dim")),
         fired_per_step=fired / steps if fired is not None and steps else None,
+        needles=_needles(record) if score is not None else (),
     )
+
+
+def _needles(record: Mapping[str, Any]) -> tuple[tuple[float, bool], ...]:
+    """The needles that hold gold come first among the depths, in the order of the hits."""
+    hits, depths = record.get("hits"), record.get("depths")
+    if not isinstance(hits, list) or not isinstance(depths, list) or len(depths) < len(hits):
+        return ()
+    return tuple((float(depth), bool(hit)) for depth, hit in zip(depths, hits, strict=False))
 
 
 def _number(value: object) -> float | None:

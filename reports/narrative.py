@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fathom_eval.console import printable
-from fathom_eval.reports.cells import ALL_TASKS, NOT_DISCRIMINATIVE, Cell, Comparison, Method, Role
-from fathom_eval.reports.source import Source, is_scan
-from fathom_eval.stats import CEILING
-
-
-@dataclass(frozen=True)
-class Remark:
-    """Something a reader must know before trusting a number."""
-
-    text: str
-    grave: bool = False
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number with a real minus sign, or a dash where there is none."""
-    if value is None:
-        return "–"
-    text = f"{value:.{digits}f}"
-    return text.replace("-", "−") if float(text) else text.lstrip("-")
-
-
-def signed(value: float, digits: int = 3) -> str:
-    """A difference with its sign."""
-    text = number(value, digits)
-    return text if text.startswith("−") or not float(text) else f"+{text}"
+from fathom_eval.reports.cells import ALL_TASKS, CEILING_NOTE, NOT_DISCRIMINATIVE, Cell, Comparison, Method, Role
+from fathom_eval.reports.ruler_source import Source, is_scan
+from fathom_eval.reports.wording import Remark, count, join, number, setting, signed
 
 
 def with_error(cell: Cell, digits: int = 3) -> str:
@@ -49,11 +25,6 @@ def interval(cell: Cell, digits: int = 3) -> str:
     return mean if math.isnan(found.low) else f"{mean} [{signed(found.low, digits)}, {signed(found.high, digits)}]"
 
 
-def setting(context: int, k: int | None) -> str:
-    """A context and a k in words."""
-    return f"{context:,} tokens" + ("" if k is None else f", k = {k:,}")
-
-
 def subject(source: Source) -> str:
     """What was compared: methods, tasks, model, device, haystack, samples."""
     scans = {cell.method for cell in source.cells if is_scan(cell)}
@@ -69,7 +40,7 @@ def subject(source: Source) -> str:
 
 def answer(source: Source) -> str:
     """Which scans separate from exact top-k by their paired interval, and which do not, over every context and k of the run."""
-    settings = source.settings()
+    settings = source.settings
     if len(settings) == 1:
         return finding(source, *settings[0])
     verdicts: dict[Method, list[Comparison]] = {}
@@ -133,12 +104,8 @@ def remarks(source: Source) -> list[Remark]:
     if floor:
         where = join(list(dict.fromkeys(floor)))
         found.append(Remark(f"Not discriminative, because dense attention itself is at the floor: {where}; left out of '{ALL_TASKS}'."))
-    ceiling = [
-        f"{task} at {setting(context, k)}"
-        for context, k in source.settings()
-        for task in source.tasks
-        if _all_solve(source, task, context, k)
-    ]
+    solved = [f"{cell.task} at {setting(cell.context, cell.k)}" for cell in source.cells if CEILING_NOTE in cell.notes]
+    ceiling = list(dict.fromkeys(solved))
     if ceiling:
         found.append(Remark(f"At the ceiling, where every scan succeeds and none can be told from another: {join(ceiling)}."))
     above = [
@@ -153,42 +120,11 @@ def remarks(source: Source) -> list[Remark]:
         found.append(Remark(f"A scan that did not run every time passes for dense attention: {join(silent)}.", grave=True))
     if source.failures:
         found.append(Remark(f"{count(len(source.failures), 'record')} of failed samples are in no mean and are listed below.", grave=True))
-    gaps = missing(source)
-    if gaps:
-        text = f"The run is not complete: {count(len(gaps), 'gap')} listed below. Comparisons use only the samples that both sides have."
+    if source.missing:
+        gaps = count(len(source.missing), "gap")
+        text = f"The run is not complete: {gaps} listed below. Comparisons use only the samples that both sides have."
         found.append(Remark(text))
     if source.run.problems:
-        damage = "; ".join(printable(problem) for problem in source.run.problems[:3])
+        damage = "; ".join(printable(problem) for problem in list(source.run.problems)[:3])
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped: {damage}.", grave=True))
     return found + [Remark(f"{text}.") for text in source.remarks]
-
-
-def _all_solve(source: Source, task: str, context: int, k: int | None) -> bool:
-    cells = [cell for cell in source.cells if (cell.task, cell.context, cell.k) == (task, context, k) and is_scan(cell)]
-    return bool(cells) and all(cell.score is not None and cell.score >= CEILING for cell in cells)
-
-
-def missing(source: Source) -> list[str]:
-    """Where a method lacks samples, or a whole task, that others of the same context and k have."""
-    gaps = []
-    for context, k in source.settings():
-        cells = [cell for cell in source.cells if cell.context == context and cell.k in (None, k)]
-        for method in dict.fromkeys(cell.method for cell in cells):
-            for task in source.tasks:
-                # Dense serves every k, so it may have samples that the scans at this k were never asked for.
-                alike = [cell for cell in cells if cell.task == task and (cell.k is None) == (method.role is Role.DENSE)]
-                expected = max((cell.expected for cell in alike), default=0)
-                own = sum(cell.samples + cell.failures for cell in cells if cell.task == task and cell.method == method)
-                if own < expected:
-                    gaps.append(f"{method.label} on {task} at {setting(context, k)}: {own} of {expected} samples")
-    return list(dict.fromkeys(gaps))
-
-
-def count(amount: int, noun: str) -> str:
-    """``1 scan``, ``2 scans``."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
-
-
-def join(items: Sequence[str]) -> str:
-    """``a, b and c``."""
-    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + (f" and {items[-1]}" if items else "")

@@ -1,153 +1,81 @@
-"""The HTML page: everything in one file, nothing fetched, every text escaped."""
+"""The HTML page: everything in one file, nothing fetched, every text escaped, and one script that the page names by its hash."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fathom_eval import __version__
-from fathom_eval.console import printable
-from fathom_eval.reports.cells import ALL_TASKS, FLOOR, MINIMUM_PAIRS, NOT_DISCRIMINATIVE, Cell, Method, sort_key
-from fathom_eval.reports.figures import Drawing
-from fathom_eval.reports.narrative import Remark, answer, finding, interval, missing, number, remarks, setting, subject, with_error
-from fathom_eval.reports.source import Source, differing_facts, flatten
-from fathom_eval.reports.tables import mark
+from fathom_eval.reports.canvas import inline
+from fathom_eval.reports.document import Block, Document, Drawing, Steps, Table
 
-# A report of thousands of failures names the first ones; samples.csv has them all.
 MAX_LISTED = 200
+"""Lines of a list on the page; a file beside it has them all."""
+MAX_DRAWN_BYTES = 900_000
+"""Of the figures on the page; those beyond stay in their files, and the page says so."""
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method's line of the task × method table."""
-
-    method: Method
-    bits: float | None
-    bits_per_channel: float | None
-    cells: list[Cell | None]
-    total: Cell | None
-
-
-@dataclass(frozen=True)
-class Block:
-    """One context and k: a table and its figures."""
-
-    anchor: str
-    title: str
-    finding: str
-    columns: list[str]
-    rows: list[Row]
-    details: list[Cell]
-    drawings: list[Drawing]
-
-
-@dataclass(frozen=True)
-class Section:
-    """One run on the page."""
-
-    anchor: str
-    name: str
-    subject: str
-    answer: str
-    remarks: list[Remark]
-    blocks: list[Block]
-    missing: list[str]
-    failures: list[tuple[str, str, int, str, str]]
-    failure_count: int
-    provenance: list[tuple[str, str]]
-    starts: list[tuple[str, str]]
-
-
-def render(sources: Sequence[Source], drawings: Mapping[str, Sequence[Drawing]]) -> str:
-    """The page of these runs as one HTML document."""
+def render(document: Document, data_files: Sequence[str]) -> str:
+    """The page of a report as one HTML document."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(number=number, with_error=with_error, mark=mark, interval=interval, verdict=_verdict)
-    return environment.get_template("report.html").render(
-        sections=[_section(source, index, drawings[source.name]) for index, source in enumerate(sources, start=1)],
-        differences=differing_facts(sources) if len(sources) > 1 else [],
-        all_tasks=ALL_TASKS,
-        floor=FLOOR,
-        minimum_pairs=MINIMUM_PAIRS,
-        not_discriminative=NOT_DISCRIMINATIVE,
+    environment.filters["groups"] = _groups
+    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    glossaries = {section.kind: section.glossary for section in document.sections}
+    return environment.get_template("page.html").render(
+        document=document,
+        several=len(document.sections) > 1,
+        glossaries=list(glossaries.items()),
+        data_files=data_files,
         version=__version__,
         max_listed=MAX_LISTED,
-        # matplotlib escaped every text within the drawing.
-        inline=lambda drawing: Markup(drawing.inline()),
+        # matplotlib escaped every text within a drawing, and the script is the package's own.
+        inlined={name: Markup(svg) for name, svg in _inlined(document.drawings).items()},
+        steps_json=lambda steps: Markup(_json(steps)),
+        script=Markup(script),
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
-def _section(source: Source, index: int, drawings: Sequence[Drawing]) -> Section:
-    failures = [
-        (point.method.label, point.task, point.sample, setting(point.context, point.k), point.error[:500])
-        for point in source.failures[:MAX_LISTED]
-    ]
-    manifest = {name: value for name, value in source.run.manifest.items() if name != "invocations"}
-    anchor = f"run-{index}"
-    return Section(
-        anchor=anchor,
-        name=source.name,
-        subject=subject(source),
-        answer=answer(source),
-        remarks=remarks(source),
-        blocks=[_block(source, anchor, context, k, drawings) for context, k in source.settings()],
-        missing=missing(source),
-        failures=failures,
-        failure_count=len(source.failures),
-        provenance=list(flatten(manifest)),
-        starts=_starts(source.run.manifest),
-    )
+def _inlined(drawings: Sequence[Drawing]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    size = 0
+    for drawing in drawings:
+        svg = inline(drawing)
+        size += len(svg)
+        if size > MAX_DRAWN_BYTES:
+            break
+        found[drawing.name] = svg
+    return found
 
 
-def _block(source: Source, anchor: str, context: int, k: int | None, drawings: Sequence[Drawing]) -> Block:
-    kept = sorted((cell for cell in source.cells if cell.context == context and cell.k in (None, k)), key=sort_key)
-    totals = {cell.method: cell for cell in source.overview if cell.context == context and cell.k in (None, k)}
-    tasks = [task for task in source.tasks if any(cell.task == task for cell in kept)]
-    rows = []
-    for method in dict.fromkeys(cell.method for cell in kept):
-        own = {cell.task: cell for cell in kept if cell.method == method}
-        first = next(iter(own.values()))
-        rows.append(Row(method, first.bits, first.bits_per_channel, [own.get(task) for task in tasks], totals.get(method)))
-    titles = {f"{task}, {setting(context, k)}" for task in tasks}
-    return Block(
-        anchor=f"{anchor}-{context}-{k}",
-        title=setting(context, k),
-        finding=finding(source, context, k),
-        columns=tasks,
-        rows=rows,
-        details=kept,
-        drawings=[drawing for drawing in drawings if drawing.title in titles],
-    )
+def _groups(block: Block) -> list[dict[str, Any]]:
+    """The items in order, neighbouring figures together."""
+
+    def kind(item: object) -> str:
+        return "figures" if isinstance(item, Drawing) else "table" if isinstance(item, Table) else "steps"
+
+    found: list[dict[str, Any]] = []
+    for name, members in groupby(block.items, kind):
+        items = list(members)
+        found += [{"kind": name, "items": items}] if name == "figures" else [{"kind": name, "items": [item]} for item in items]
+    return found
 
 
-def _verdict(cell: Cell) -> str:
-    """Style class of a score; the sign beside it says the same without colour."""
-    return {"≈": "floor", "▼": "below", "▲": "above"}.get(mark(cell), "")
-
-
-def _starts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Time of every start of the run, and the facts in which it differed from the one before."""
-    starts, before = [], None
-    invocations = manifest.get("invocations")
-    for start in invocations if isinstance(invocations, list) else []:
-        if not isinstance(start, dict):
-            continue
-        facts = dict(flatten({name: value for name, value in start.items() if name != "time"}))
-        if before is None:
-            changes = "first start"
-        else:
-            changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
-            changes = "; ".join(f"{name}: {facts.get(name, 'absent')}" for name in changed) or "as before"
-        starts.append((printable(start.get("time", "unknown time")), changes))
-        before = facts
-    return starts
+def _json(steps: Steps) -> str:
+    """JSON that no text in it can end the element of."""
+    text = json.dumps(steps.sessions, ensure_ascii=False, separators=(",", ":"))
+    for character in ("<", ">", "&", "\u2028", "\u2029"):
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

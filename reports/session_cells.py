@@ -48,6 +48,7 @@ class Step:
 
     method: Method
     k: int | None
+    context: int
     session: int
     agreement: float | None
     dense_agreement: float | None
@@ -107,14 +108,22 @@ def read_steps(records: Iterable[Mapping[str, Any]]) -> tuple[list[Step], list[s
     """The steps of records, and remarks on what was left out: of several versions of a method's code only the newest counts."""
     versions: dict[tuple[str, str], int] = {}
     dated = []
+    foreign = []
     for record in records:
-        step = _step(record)
+        try:
+            step = _step(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            foreign.append(f"{type(error).__name__}: {printable(error)}")
+            continue
         key, version = (step.method.name, step.method.options), int(record.get("method_version") or 0)
         versions[key] = max(version, versions.get(key, version))
         dated.append((key, version, step))
     kept = [step for key, version, step in dated if version == versions[key]]
     old = len(dated) - len(kept)
-    return kept, [f"{old} records of older versions of methods are left out"] if old else []
+    notes = [f"{old} records of older versions of methods are left out"] if old else []
+    if foreign:
+        notes.append(f"{len(foreign)} records are not of this kind and are left out ({foreign[0]})")
+    return kept, notes
 
 
 def compute_session_cells(steps: Sequence[Step], baseline: str | None) -> tuple[list[SessionCell], list[Pair]]:
@@ -174,6 +183,7 @@ def _dense_at(dense: Step, exact: Step | None) -> Step:
     return Step(
         method=dense.method,
         k=dense.k,
+        context=dense.context,
         session=dense.session,
         agreement=None if exact is None else exact.dense_agreement,
         dense_agreement=None,
@@ -247,6 +257,7 @@ def _step(record: Mapping[str, Any]) -> Step:
     return Step(
         method=Method(str(record["method"]), canonical_json(options), label, printable(record.get("family") or label), role),
         k=k,
+        context=int(record["context"]),
         session=int(record["sample"]),
         agreement=None if role is Role.DENSE else _number(record.get("score")),
         dense_agreement=_number(record.get("dense_agreement_exact")),

@@ -1,28 +1,28 @@
-"""Reports on agent sessions: tables, CSV files, a figure a k, and the page."""
+"""A run of agent sessions as a section of a report: agreement with exact top-k, paired differences, and the steps themselves."""
 
 from __future__ import annotations
 
 import csv
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from fathom_eval.console import csv_safe, printable
-from fathom_eval.errors import UserError
-from fathom_eval.reports.cells import MINIMUM_PAIRS, Comparison
-from fathom_eval.reports.narrative import Remark, count, join, number, signed
-from fathom_eval.reports.session_cells import Pair, Role, SessionCell, Step, compute_session_cells, read_steps
-from fathom_eval.reports.source import fact
-from fathom_eval.reports.tables import results_csv
-from fathom_eval.run import Run, canonical_json, raise_file_error
-
-if TYPE_CHECKING:
-    from fathom_eval.reports.build import ReportFiles
+from fathom_eval.console import printable
+from fathom_eval.reports.canvas import Style
+from fathom_eval.reports.cells import Comparison
+from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels
+from fathom_eval.reports.document import Block, Column, Drawing, Entry, Fact, Item, Measure, Row, Section, Table, difference, entry
+from fathom_eval.reports.facts import devices_of, provenance_of, starts_of
+from fathom_eval.reports.glossary import glossary
+from fathom_eval.reports.session_cells import Role, SessionCell
+from fathom_eval.reports.session_source import SessionSource, answer, mark, session_remarks, session_source, subject
+from fathom_eval.reports.session_steps import session_steps
+from fathom_eval.reports.tables import csv_cell, results_csv
+from fathom_eval.reports.wording import number, signed, spread
+from fathom_eval.run import Run
 
 LEGEND = (
     "agreement: word-level ratio with the step of exact top-k at the same k, mean over sessions ± standard error; "
@@ -36,210 +36,238 @@ STEP_COLUMNS = (
     "steps", "seconds", "prefill_seconds", "memory", "sources", "generation", "recorded_step",
 )
 # fmt: on
+_MAX_FAILURES = 200
 
 
-@dataclass(frozen=True)
-class SessionSource:
-    """One run of sessions as a report sees it. ``name`` tells it from the other runs of the same report."""
-
-    name: str
-    run: Run
-    steps: Sequence[Step]
-    notes: Sequence[str]
-
-    @cached_property
-    def _computed(self) -> tuple[list[SessionCell], list[Pair]]:
-        return compute_session_cells(self.steps, self.baseline)
-
-    @property
-    def cells(self) -> list[SessionCell]:
-        """One cell a k and method."""
-        return self._computed[0]
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """Every two methods at each k."""
-        return self._computed[1]
-
-    @cached_property
-    def baseline(self) -> str | None:
-        """Label of the method that the others are compared with: what the run's last start names, if it is measured."""
-        starts = self.run.manifest.get("invocations") or [self.run.manifest]
-        named = fact(starts[-1], "baseline") if isinstance(starts[-1], Mapping) else ""
-        scans = [step.method.label for step in self.steps if step.method.role is Role.SCAN]
-        return named if named in scans else next(iter(scans), None)
-
-    @property
-    def k_values(self) -> list[int | None]:
-        """The k, ascending; None alone where a run has dense attention only."""
-        return list(dict.fromkeys(cell.k for cell in self.cells))
-
-    @property
-    def sessions(self) -> int:
-        """Sessions with records."""
-        return len({step.session for step in self.steps})
-
-    @property
-    def trajectories(self) -> str:
-        """The name of the set of trajectories."""
-        return fact(self.run.manifest, "trajectories") or "an unnamed set"
-
-    @property
-    def scripted(self) -> bool:
-        """Whether the trajectories are those of the built-in scripted agent."""
-        named = self.run.manifest.get("trajectories")
-        return isinstance(named, Mapping) and bool(named.get("scripted"))
-
-
-def load_session_sources(paths: Sequence[Path]) -> list[SessionSource]:
-    """Load the runs, each once. Raises UserError where one is missing, not of sessions, or without records."""
-    unique = list({path.resolve(): path for path in paths}.values())
-    sources = []
-    for path in unique:
-        run = Run.load(path)
-        if not len(run):
-            raise UserError(f"{path} has no records yet: run 'fathom-eval sessions … --output {path}' to fill it")
-        same_name = [other for other in unique if other.resolve().name == path.resolve().name]
-        sources.append(session_source(run, printable(path.resolve().name if len(same_name) == 1 else path)))
-    return sources
-
-
-def session_source(run: Run, name: str) -> SessionSource:
-    """A run that has records. Raises UserError for records of another kind."""
-    try:
-        steps, notes = read_steps(run.iter_records())
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{run.path} holds a record that is not one of kind 'sessions': {type(error).__name__}: {error}") from error
-    return SessionSource(name, run, steps, notes)
-
-
-def build_sessions_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
-    """Write the report of one run of sessions, or of several side by side, into the folder ``output``.
-
-    The overview file holds every pair of methods, the samples file a row a step.
-
-    Raises:
-        UserError: see :func:`load_session_sources`; or ``output`` cannot be written.
-    """
-    from fathom_eval.reports.build import ReportFiles
-    from fathom_eval.reports.session_figures import draw_sessions
-    from fathom_eval.reports.session_page import render_sessions
-
-    sources = load_session_sources(run_paths)
-    drawings = draw_sessions(sources)
-    files = ReportFiles(
-        html=output / "report.html",
-        csv=output / "results.csv",
-        overview_csv=output / "paired.csv",
-        samples_csv=output / "steps.csv",
-        markdown=output / "results.md",
-        figures=tuple(
-            output / "figures" / f"{drawing.name}.{ending}"
-            for source in sources
-            for drawing in drawings[source.name]
-            for ending in ("svg", "png")
-        ),
-        warnings=tuple(f"{source.name}: {problem}" for source in sources for problem in source.run.problems),
+def session_section(source: SessionSource, anchor: str, styles: dict[str, Style]) -> Section:
+    """The run with everything that a report shows of it."""
+    blocks = []
+    for k in source.k_values:
+        cells = [cell for cell in source.cells if cell.k == k]
+        title = "dense attention" if k is None else f"k = {k:,}"
+        items: list[Item] = [_agreement(source, k, cells), *_figure(source, k, cells, styles), *_pairs(source, k, cells)]
+        blocks.append(Block(f"{anchor}-k{k}", title, items))
+    failures = _failures(source)
+    if failures is not None:
+        blocks.append(Block(f"{anchor}-failures", "Failed steps", [failures]))
+    steps = session_steps(source, f"{anchor}-steps")
+    if steps is not None:
+        text = (
+            "Each method's step beside that of exact top-k at the same k. Words that the other lacks are marked and underlined, the first "
+            "of them framed. Steps are shown as text: nothing in them acts on this page."
+        )
+        blocks.append(Block(f"{anchor}-steps", "Steps", [steps], text))
+    return Section(
+        anchor=anchor,
+        name=source.name,
+        kind="sessions",
+        model=source.model,
+        device=", ".join(devices_of(source.run.manifest)),
+        subject=subject(source),
+        answer=answer(source),
+        remarks=session_remarks(source),
+        blocks=blocks,
+        missing=source.missing,
+        measures=_measures(source),
+        facts=_facts(source),
+        glossary=glossary("sessions"),
+        provenance=provenance_of(source.run.manifest),
+        starts=starts_of(source.run.manifest),
+        identity=str(source.run.manifest.get("identity_sha256", "")),
+        manifest=source.run.manifest,
+        data={
+            "results.csv": partial(_write_results, source=source),
+            "paired.csv": partial(_write_paired, source=source),
+            "steps.csv": partial(_write_steps, source=source),
+        },
     )
-    page = render_sessions(sources, drawings)
-    try:
-        (output / "figures").mkdir(parents=True, exist_ok=True)
-        for source in sources:
-            for drawing in drawings[source.name]:
-                (output / "figures" / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
-                (output / "figures" / f"{drawing.name}.png").write_bytes(drawing.png)
-        files.csv.write_text(results_csv([_results(source) for source in sources]), encoding="utf-8")
-        files.overview_csv.write_text(results_csv([_paired(source) for source in sources]), encoding="utf-8")
-        _write_steps_csv(files.samples_csv, sources)
-        files.markdown.write_text(_markdown(sources), encoding="utf-8")
-        files.html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise_file_error(output, "write", error)
-    return files
 
 
 def summary_table(run: Run) -> pd.DataFrame:
     """The table that the ``sessions`` command prints at its end: texts, to two decimals so that a terminal holds them."""
     source = session_source(run, run.path.name)
-    frame = _table(source, source.cells, digits=2)
+    against = f"minus {source.baseline}" if source.baseline else "difference"
+    rows = []
+    for cell in source.cells:
+        found = cell.against_baseline
+        error = "" if cell.standard_error is None else f" ± {number(cell.standard_error, 2)}"
+        rows.append(
+            {
+                "k": "" if cell.k is None else f"{cell.k:,}",
+                "method": cell.method.label,
+                "bits": "" if cell.bits is None else number(cell.bits, 1),
+                "agreement": f"{number(cell.agreement, 2)}{error} {mark(cell)}".rstrip(),
+                against: _interval(found),
+                "w/t/l": "" if found is None else f"{found.wins}/{found.ties}/{found.losses}",
+                "exact match": number(cell.exact_match, 2),
+                "first difference": number(cell.first_divergence, 0),
+                "with dense": number(cell.agreement_dense, 2),
+                "with recorded": number(cell.agreement_recorded, 2),
+                "valid calls": number(cell.valid_calls, 2),
+            }
+        )
+    frame = pd.DataFrame(rows)
     if len(source.k_values) == 1:
         frame = frame.drop(columns="k")
     frame.attrs["note"] = "\n".join([LEGEND, *(f"{'warning' if one.grave else 'note'}: {one.text}" for one in session_remarks(source))])
     return frame
 
 
-def mark(cell: SessionCell) -> str:
-    """The sign that stands beside an agreement; readable without colour."""
-    found = cell.against_baseline
-    return "" if found is None else "▼" if found.below else "▲" if found.above else ""
+def session_results(run: Run) -> list[dict[str, Any]]:
+    """The rows of results.csv as plain values, for a machine."""
+    rows = results_frame(session_source(run, run.path.name)).to_dict(orient="records")
+    return [{str(name): None if value is None or value != value else value for name, value in row.items()} for row in rows]
 
 
-def difference(found: Comparison | None, digits: int = 3) -> str:
-    """A paired difference with its interval."""
+def _interval(found: Comparison | None) -> str:
     if found is None:
         return ""
-    mean = signed(found.mean, digits)
     # The interval of a single pair is no number.
-    return mean if found.low != found.low else f"{mean} [{signed(found.low, digits)}, {signed(found.high, digits)}]"
+    mean = signed(found.mean, 2)
+    return mean if found.low != found.low else f"{mean} [{signed(found.low, 2)}, {signed(found.high, 2)}]"
 
 
-def session_remarks(source: SessionSource) -> list[Remark]:
-    """What limits the numbers."""
-    found = []
-    if source.scripted:
-        text = "The trajectories are scripted: no model wrote the recorded steps. They show how the command works, not how methods do."
-        found.append(Remark(text, grave=True))
-    floor = [f"{cell.method.label} {number(cell.agreement)}" for cell in source.cells if cell.method.role is Role.NOISE and cell.agreement]
-    if floor:
-        text = f"Noise floor, agreement of a branch with itself in another batch: {join(list(dict.fromkeys(floor)))}."
-        found.append(Remark(text))
-    if source.sessions < MINIMUM_PAIRS:
-        found.append(Remark(f"{count(source.sessions, 'session')}: fewer than {MINIMUM_PAIRS} separate no two methods."))
-    failed = sum(step.failed for step in source.steps)
-    if failed:
-        found.append(Remark(f"{count(failed, 'step')} failed and are in no mean; steps.csv names them.", grave=True))
-    gaps = [f"{cell.method.label} ({cell.sessions + cell.failures} of {cell.expected})" for cell in source.cells if is_incomplete(cell)]
-    if gaps:
-        found.append(Remark(f"Not every session is measured: {join(list(dict.fromkeys(gaps)))}. Comparisons use shared sessions only."))
-    if source.run.problems:
-        found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
-    return found + [Remark(f"{note}.") for note in source.notes]
+def _origin(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) -> str:
+    length = f"{source.tokens} tokens" if source.tokens else ""
+    sessions = spread([cell.sessions for cell in cells if cell.sessions])
+    at = "" if k is None else f"k = {k:,}"
+    devices = ", ".join(devices_of(source.run.manifest))
+    return " · ".join(part for part in (f"run {source.name}", source.model, length, at, devices, f"{sessions} sessions") if part)
 
 
-def is_incomplete(cell: SessionCell) -> bool:
-    """Whether a method lacks sessions that the run has."""
-    return cell.k is not None and cell.sessions + cell.failures < cell.expected
-
-
-def _table(source: SessionSource, cells: Sequence[SessionCell], digits: int) -> pd.DataFrame:
-    against = f"minus {source.baseline}" if source.baseline else "difference"
+def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) -> Table:
+    columns = (
+        Column("method"),
+        Column("bits"),
+        Column("agreement with exact top-k"),
+        Column(f"minus {source.baseline or 'baseline'}", "wins / ties / losses"),
+        *map(Column, ("exact match", "first difference", "with dense", "with recorded", "valid calls", "rows", "sessions")),
+    )
     rows = []
     for cell in cells:
         found = cell.against_baseline
-        error = "" if cell.standard_error is None else f" ± {number(cell.standard_error, digits)}"
-        rows.append(
-            {
-                "k": "" if cell.k is None else f"{cell.k:,}",
-                "method": cell.method.label,
-                "bits": "" if cell.bits is None else number(cell.bits, 1),
-                "agreement": f"{number(cell.agreement, digits)}{error} {mark(cell)}".rstrip(),
-                against: difference(found, digits),
-                "w/t/l": "" if found is None else f"{found.wins}/{found.ties}/{found.losses}",
-                "exact match": number(cell.exact_match, digits),
-                "first difference": number(cell.first_divergence, 0),
-                "with dense": number(cell.agreement_dense, digits),
-                "with recorded": number(cell.agreement_recorded, digits),
-                "valid calls": number(cell.valid_calls, digits),
-            }
+        sign = mark(cell)
+        against = Entry()
+        if found is not None:
+            against = difference(found.mean, found.low, found.high, small=(f"{found.wins} / {found.ties} / {found.losses}",))
+        role = cell.method.role
+        entries = (
+            Entry(cell.method.label, small=() if role is Role.SCAN or role.value == cell.method.label else (role.value,)),
+            entry(cell.bits, 1) if cell.bits is not None else Entry(),
+            entry(cell.agreement, 3, error=cell.standard_error, mark=sign, style={"▼": "below", "▲": "above"}.get(sign, "")),
+            against,
+            entry(cell.exact_match, 2),
+            entry(cell.first_divergence, 0),
+            entry(cell.agreement_dense),
+            entry(cell.agreement_recorded),
+            entry(cell.valid_calls, 2),
+            entry(cell.rows, 1),
+            Entry(f"{cell.sessions}", cell.sessions),
         )
-    return pd.DataFrame(rows)
+        rows.append(Row(entries, control=role is not Role.SCAN))
+    title = "Agreement" + ("" if k is None else f" at k = {k:,}")
+    return Table(f"agreement-k{k}", title, _origin(source, k, cells), columns, tuple(rows), LEGEND)
 
 
-def _results(source: SessionSource) -> pd.DataFrame:
+def _figure(source: SessionSource, k: int | None, cells: Sequence[SessionCell], styles: dict[str, Style]) -> list[Drawing]:
+    points = [
+        Point(
+            cell.method.family,
+            cell.bits,
+            cell.agreement,
+            cell.standard_error,
+            f"{cell.method.label}: {number(cell.agreement)} ± {number(cell.standard_error)} at {number(cell.bits, 1)} bits",
+            cell.method.name not in FIXED_DEPTH,
+        )
+        for cell in cells
+        if cell.method.role is Role.SCAN and cell.bits is not None and cell.agreement is not None
+    ]
+    references = [
+        Reference(
+            cell.method.role.value,
+            cell.agreement,
+            cell.method.role is Role.EXACT,
+            f"{cell.method.role.value}: {number(cell.agreement)}",
+        )
+        for cell in cells
+        if cell.method.role in (Role.DENSE, Role.EXACT) and cell.agreement is not None
+    ]
+    if k is None:
+        return []
+    title = f"agent sessions, k = {k:,}"
+    description = f"Step agreement with exact top-k against scan bits per token at k = {k:,}. The numbers are in the table above."
+    panel = Panel("", points, references, "agreement with exact top-k", y_range=(-0.04, 1.06))
+    drawing = draw_panels(f"agreement-k{k}", title, description, _origin(source, k, cells), [panel], styles)
+    return [] if drawing is None else [drawing]
+
+
+def _pairs(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) -> list[Table]:
+    pairs = [pair for pair in source.pairs if pair.k == k]
+    if not pairs:
+        return []
+    columns = (Column("method"), Column("minus", text=True), Column("difference"), Column("wins / ties / losses"), Column("pairs"))
+    rows = []
+    for pair in pairs:
+        found = pair.comparison
+        entries = (
+            Entry(pair.method.label),
+            Entry(pair.other.label),
+            difference(found.mean, found.low, found.high, style="above" if found.above else "below" if found.below else ""),
+            Entry(f"{found.wins} / {found.ties} / {found.losses}"),
+            Entry(f"{found.pairs}", found.pairs),
+        )
+        rows.append(Row(entries))
+    at = "" if k is None else f" at k = {k:,}"
+    legend = "coloured where the interval excludes zero and there are pairs enough"
+    return [Table(f"pairs-k{k}", f"Every two methods{at}", _origin(source, k, cells), columns, tuple(rows), legend, collapsed=True)]
+
+
+def _failures(source: SessionSource) -> Table | None:
+    found = [record for record in source.run.iter_records() if record.get("finish") == "error"]
+    if not found:
+        return None
+    columns = (Column("method"), Column("session"), Column("error", text=True))
+    rows = [
+        Row(
+            (
+                Entry(printable(record.get("label"))),
+                Entry(f"{record.get('sample')}"),
+                Entry(printable(str(record.get("error") or "no reason recorded")[:500])),
+            )
+        )
+        for record in found[:_MAX_FAILURES]
+    ]
+    legend = f"{len(found) - _MAX_FAILURES} more are in steps.csv" if len(found) > _MAX_FAILURES else ""
+    return Table("failures", "Failed steps", f"run {source.name} · {source.model}", columns, tuple(rows), legend)
+
+
+def _measures(source: SessionSource) -> list[Measure]:
+    found = []
+    for cell in source.cells:
+        if cell.agreement is None or cell.method.role is Role.NOISE:
+            continue
+        samples = {
+            step.session: step.agreement
+            for step in source.steps
+            if step.method == cell.method and step.k == cell.k and step.agreement is not None
+        }
+        where = f"k = {cell.k:,}" if cell.k is not None else "dense"
+        found.append(Measure(where, cell.method.label, "agreement with exact top-k", cell.agreement, cell.standard_error, samples))
+    return found
+
+
+def _facts(source: SessionSource) -> list[Fact]:
+    return [
+        Fact("agreement", "", cell.method.label, None, cell.k, cell.agreement, cell.standard_error)
+        for cell in source.cells
+        if cell.agreement is not None and cell.method.role is Role.SCAN
+    ]
+
+
+def results_frame(source: SessionSource) -> pd.DataFrame:
     """One row a cell, numbers unrounded."""
     rows = []
     for cell in source.cells:
-        found = cell.against_baseline
         rows.append(
             {
                 "run": source.name,
@@ -251,7 +279,7 @@ def _results(source: SessionSource) -> pd.DataFrame:
                 "agreement": cell.agreement,
                 "standard_error": cell.standard_error,
                 "baseline": source.baseline,
-                **_comparison_columns(found),
+                **_comparison_columns(cell.against_baseline),
                 "exact_match": cell.exact_match,
                 "first_divergent_token": cell.first_divergence,
                 "agreement_dense": cell.agreement_dense,
@@ -266,22 +294,6 @@ def _results(source: SessionSource) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _paired(source: SessionSource) -> pd.DataFrame:
-    """One row for every two methods at each k."""
-    names = ["run", "k", "method", "other", *_comparison_columns(None)]
-    rows = [
-        {
-            "run": source.name,
-            "k": pair.k,
-            "method": pair.method.label,
-            "other": pair.other.label,
-            **_comparison_columns(pair.comparison),
-        }
-        for pair in source.pairs
-    ]
-    return pd.DataFrame(rows, columns=names)
-
-
 def _comparison_columns(found: Comparison | None) -> dict[str, Any]:
     return {
         "pairs": found.pairs if found else None,
@@ -294,44 +306,23 @@ def _comparison_columns(found: Comparison | None) -> dict[str, Any]:
     }
 
 
-def _write_steps_csv(path: Path, sources: Sequence[SessionSource]) -> None:
+def _write_results(path: Path, source: SessionSource) -> None:
+    path.write_text(results_csv([results_frame(source)]), encoding="utf-8")
+
+
+def _write_paired(path: Path, source: SessionSource) -> None:
+    """One row for every two methods at each k."""
+    names = ["run", "k", "method", "other", *_comparison_columns(None)]
+    rows = [
+        {"run": source.name, "k": pair.k, "method": pair.method.label, "other": pair.other.label, **_comparison_columns(pair.comparison)}
+        for pair in source.pairs
+    ]
+    path.write_text(results_csv([pd.DataFrame(rows, columns=names)]), encoding="utf-8")
+
+
+def _write_steps(path: Path, source: SessionSource) -> None:
     with path.open("w", encoding="utf-8", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(STEP_COLUMNS)
-        for source in sources:
-            for record in source.run.iter_records():
-                writer.writerow([_csv_cell({"run": source.name, **record}.get(name)) for name in STEP_COLUMNS])
-
-
-def _csv_cell(value: object) -> object:
-    if value is None or isinstance(value, (int, float)):
-        return value
-    return csv_safe(value if isinstance(value, str) else canonical_json(value))
-
-
-def subject(source: SessionSource) -> str:
-    """What was compared."""
-    scans = {cell.method for cell in source.cells if cell.method.role is Role.SCAN}
-    device = fact(source.run.manifest, "device")
-    model = fact(source.run.manifest, "model") or "an unnamed model"
-    tokens = re.sub(r"\d+", lambda found: f"{int(found[0]):,}", fact(source.run.manifest, "session_tokens").replace(":", " to "))
-    length = f" of {tokens} tokens" if tokens else ""
-    return (
-        f"{count(len(scans), 'scan')} of {model}{f' on {device}' if device else ''}: the agent's next step in "
-        f"{count(source.sessions, 'session')}{length} made of {source.trajectories} trajectories, compared with the step of exact top-k "
-        "at the same k."
-    )
-
-
-def _markdown(sources: Sequence[SessionSource]) -> str:
-    from fathom_eval.reports.tables import markdown_safe, markdown_table
-
-    lines = ["# Agent sessions", ""]
-    for source in sources:
-        lines += [f"## Run {markdown_safe(source.name)}", "", markdown_safe(subject(source)), ""]
-        lines += [f"- {'**Warning:**' if one.grave else 'Note:'} {markdown_safe(one.text)}" for one in session_remarks(source)]
-        for k in source.k_values:
-            frame = _table(source, [cell for cell in source.cells if cell.k == k], digits=3).drop(columns="k")
-            lines += ["", f"### k = {k:,}" if k is not None else "### dense", "", *markdown_table(frame)]
-        lines += ["", f"{LEGEND}.", ""]
-    return "\n".join(lines)
+        for record in source.run.iter_records():
+            writer.writerow([csv_cell({"run": source.name, **record}.get(name)) for name in STEP_COLUMNS])

@@ -1,24 +1,34 @@
-"""The tables of a report: pandas frames, CSV files that no spreadsheet can be tricked with, and Markdown."""
+"""RULER-style results as pandas frames, as CSV files that no spreadsheet can be tricked with, and as the table that a run prints."""
 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from fathom_eval.console import csv_safe, printable
-from fathom_eval.reports.cells import ALL_TASKS, NOT_DISCRIMINATIVE, Cell, compute_cells, compute_overview, read_points, sort_key, tasks_of
-from fathom_eval.reports.narrative import answer, finding, interval, number, remarks, setting, subject, with_error
-from fathom_eval.reports.source import Source
+from fathom_eval.console import csv_safe
+from fathom_eval.reports.cells import (
+    ALL_TASKS,
+    CEILING_NOTE,
+    NOT_DISCRIMINATIVE,
+    Cell,
+    compute_cells,
+    compute_overview,
+    read_points,
+    sort_key,
+    tasks_of,
+)
+from fathom_eval.reports.narrative import interval, with_error
+from fathom_eval.reports.ruler_source import Source
+from fathom_eval.reports.wording import number
 from fathom_eval.run import canonical_json
 
 LEGEND = (
     "score ± standard error; ▼ below and ▲ above exact top-k at the same k by a paired 95 % interval; "
-    "≈ not discriminative, dense itself is at the floor: left out of all tasks"
+    "≈ not discriminative, dense itself is at the floor: left out of all tasks; ≡ at the ceiling, where every scan succeeds"
 )
 
 # fmt: off
@@ -28,6 +38,20 @@ SAMPLE_COLUMNS = (
     "rows", "candidate_rows", "fired", "steps", "seconds", "first_divergence",
 )
 # fmt: on
+WHOLE = (
+    "context",
+    "k",
+    "sessions",
+    "expected_sessions",
+    "samples",
+    "windows",
+    "pairs",
+    "wins",
+    "ties",
+    "losses",
+    "failures",
+    "expected_samples",
+)
 
 
 def results_frame(source: Source, cells: Sequence[Cell]) -> pd.DataFrame:
@@ -71,27 +95,30 @@ def _row(run: str, cell: Cell) -> dict[str, Any]:
 
 
 def results_csv(frames: Sequence[pd.DataFrame]) -> str:
-    """The rows of all runs as CSV text. Whole numbers stay whole although some rows lack them."""
+    """Rows as CSV text. Whole numbers stay whole although some rows lack them, and no text is a formula."""
     frame = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
-    whole = ["context", "k", "samples", "pairs", "wins", "ties", "losses", "failures", "expected_samples"]
-    frame = frame.astype({name: "Int64" for name in whole if name in frame})
+    frame = frame.astype({name: "Int64" for name in WHOLE if name in frame})
     for name in frame.columns:
         if not pd.api.types.is_numeric_dtype(frame[name]):
             frame[name] = [None if value is None or value != value else csv_safe(value) for value in frame[name]]
     return str(frame.to_csv(index=False, lineterminator="\n"))
 
 
-def write_samples_csv(path: Path, sources: Iterable[Source]) -> None:
+def write_results_csv(path: Path, source: Source, cells: Sequence[Cell]) -> None:
+    """One row a cell."""
+    path.write_text(results_csv([results_frame(source, cells)]), encoding="utf-8")
+
+
+def write_samples_csv(path: Path, source: Source) -> None:
     """One row a record, written as the records are read, so that a big run needs no more memory than a small one."""
+    dense = _dense_tokens(source)
     with path.open("w", encoding="utf-8", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(SAMPLE_COLUMNS)
-        for source in sources:
-            dense = _dense_tokens(source)
-            for record in source.run.iter_records():
-                row = {"run": source.name, **record}
-                row.setdefault("first_divergence", _first_divergence(record, dense))
-                writer.writerow([_csv_cell(row.get(name)) for name in SAMPLE_COLUMNS])
+        for record in source.run.iter_records():
+            row = {"run": source.name, **record}
+            row.setdefault("first_divergence", _first_divergence(record, dense))
+            writer.writerow([csv_cell(row.get(name)) for name in SAMPLE_COLUMNS])
 
 
 def _dense_tokens(source: Source) -> dict[tuple[Any, ...], Sequence[int]]:
@@ -116,7 +143,8 @@ def _first_divergence(record: Mapping[str, Any], dense: Mapping[tuple[Any, ...],
     return next((position for position, (a, b) in pairs if a != b), min(len(own), len(reference)))
 
 
-def _csv_cell(value: object) -> object:
+def csv_cell(value: object) -> object:
+    """A value as a CSV file holds it: numbers as they are, texts that no spreadsheet takes for a formula, the rest as JSON."""
     if value is None or isinstance(value, (int, float)):
         return value
     return csv_safe(value if isinstance(value, str) else canonical_json(value))
@@ -126,6 +154,8 @@ def mark(cell: Cell) -> str:
     """The sign that stands beside a score; readable without colour."""
     if NOT_DISCRIMINATIVE in cell.notes:
         return "≈"
+    if CEILING_NOTE in cell.notes:
+        return "≡"
     found = cell.against_exact
     return "" if found is None else "▼" if found.below else "▲" if found.above else ""
 
@@ -161,35 +191,3 @@ def _matrix(cells: Sequence[Cell], overview: Sequence[Cell], tasks: Sequence[str
         row["minus exact top-k"] = interval(total, digits) if total else ""
         rows.append([row[column] for column in columns])
     return pd.DataFrame(rows, columns=columns)
-
-
-def markdown(sources: Sequence[Source]) -> str:
-    """The report's text and tables as Markdown."""
-    lines = ["# Results", ""]
-    for source in sources:
-        lines += [f"## Run {markdown_safe(source.name)}", "", markdown_safe(f"{subject(source)} {answer(source)}"), ""]
-        lines += [f"- {'**Warning:**' if remark.grave else 'Note:'} {markdown_safe(remark.text)}" for remark in remarks(source)]
-        for context, k in source.settings():
-            kept = [cell for cell in source.cells if cell.context == context and cell.k in (None, k)]
-            overview = [cell for cell in source.overview if cell.context == context and cell.k in (None, k)]
-            frame = _matrix(kept, overview, source.tasks, digits=3).drop(columns=["context", "k"])
-            lines += ["", f"### {setting(context, k)}", ""]
-            if len(source.settings()) > 1:
-                lines += [markdown_safe(finding(source, context, k)), ""]
-            lines += markdown_table(frame)
-        lines += ["", f"{LEGEND}.", ""]
-    return "\n".join(lines)
-
-
-def markdown_table(frame: pd.DataFrame) -> list[str]:
-    header = [markdown_safe(column) for column in frame.columns]
-    rules = ["---" if column == "method" else "---:" for column in frame.columns]
-    rows = [[markdown_safe(value) for value in row] for row in frame.itertuples(index=False)]
-    return [f"| {' | '.join(cells)} |" for cells in (header, rules, *rows)]
-
-
-def markdown_safe(text: object) -> str:
-    string = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    string = re.sub(r"([\\`*\[\]|#~])", r"\\\1", string)
-    # Within a word an underscore is plain text, and task names are full of them.
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", string)

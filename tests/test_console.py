@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -197,3 +198,21 @@ def test_console_is_light() -> None:
     code = "import sys, fathom_eval.console; print(sorted({'rich', 'pandas', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_wide_table_is_split_by_columns_and_no_cell_is_broken(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", str(width))
+    frame = pd.DataFrame(
+        {"k": ["64"] * 2, "method": ["fathom budget=48 basis=raw", "漢字"]} | {f"task {i}": ["0.625 ± 0.101 ▼"] * 2 for i in range(8)}
+    )
+    Console().table(frame, title="scores")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert text.count("0.625 ± 0.101 ▼") == 16
+    assert all(f"task {i}" in text for i in range(8))
+    # Every part names its rows.
+    assert text.count("method") == text.count("漢字") == text.count("fathom budget=48 basis=raw")
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert text.count("scores") == 1

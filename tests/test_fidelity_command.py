@@ -117,7 +117,7 @@ def test_records_report_and_resume(
     assert "error to dense" in output
     assert "k∪" in output
     assert f"csv: {run / 'report' / 'results.csv'}" in output
-    assert (run / "report" / "fidelity.svg").exists()
+    assert list((run / "report" / "figures").glob("fidelity-*.svg"))
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["kind"] == "fidelity"
     assert manifest["settings"]["positions"] == 12
@@ -323,5 +323,22 @@ def test_report_writes_the_tables_of_a_fidelity_run(
     run = next(word.partition("=")[2] for word in arguments() if word.startswith("--output="))
     capsys.readouterr()
     assert cli.main(["report", run, "--output", str(tmp_path / "tables"), "--quiet"]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "tables" / "results.csv")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "tables" / "report.html")
+    assert (tmp_path / "tables" / "results.csv").exists()
     assert (tmp_path / "tables" / "pairs.csv").exists()
+
+
+def test_windows_of_agent_sessions(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    command = [word for word in arguments(context=2000, windows=2, methods="exact,fathom", k=64) if not word.startswith("--haystack")]
+    assert cli.main([*command, "--trajectories=builtin", f"--output={tmp_path / 'agents'}"]) == 0
+    found = Run.load(tmp_path / "agents").records()
+    assert len({record["session"] for record in found}) == 2
+    assert {record["repo"] for record in found} <= {"fathom-examples/ledger", "fathom-examples/textkit", "fathom-examples/units"}
+    assert "trajectories_sha256" in Run.load(tmp_path / "agents").manifest["identity"]
+
+
+def test_a_text_and_trajectories_exclude_each_other(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments(), "--trajectories=builtin", f"--output={tmp_path / 'both'}"]) == 2
+    assert "give one of them" in capsys.readouterr().err

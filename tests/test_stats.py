@@ -134,3 +134,15 @@ def test_an_eviction_method_does_not_beat_dense_when_both_are_at_the_floor():
     dense, sparse = [0.0] * 12, [1.0, 1.0] + [0.0] * 10
     assert not is_discriminative(dense)
     assert paired_difference(sparse, dense, seed=0).low == 0
+
+
+def test_weights_make_the_difference_that_of_the_weighted_means() -> None:
+    first, second = [1.0, 1.0, 0.0, 0.5], [0.0, 0.5, 0.0, 1.0]
+    weights = [1 / 3, 1 / 3, 1 / 3, 1.0]  # three samples of one task, one of another
+    found = paired_difference(first, second, weights=weights, seed=0)
+    assert found.mean == pytest.approx((1.5 / 3 + -0.5) / 2)
+    assert found.low <= found.mean <= found.high
+    assert (found.wins, found.ties, found.losses) == (2, 1, 1)
+    assert paired_difference(first, second, weights=[0.5] * 4, seed=0) == paired_difference(first, second, seed=0)
+    with pytest.raises(ValueError, match="3 weights for 4 pairs"):
+        paired_difference(first, second, weights=[1.0] * 3, seed=0)

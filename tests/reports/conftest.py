@@ -38,7 +38,7 @@ def _quality(quality: float, task: str, k: int | None, dense_at_floor: Sequence[
     return max(0.0, 1 - loss * (1 if k is None else (128 / k) ** 0.5))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_records() -> MakeRecords:
     """Records of the methods above: ``make_records(tasks=…, contexts=…, ks=…, samples=…, dense_at_floor=…)``."""
 

@@ -201,3 +201,28 @@ def test_options_tell_methods_apart_even_under_one_label(make_records: MakeRecor
         if record["method"] == "sparq":
             record["label"] = "sparq"
     assert len([cell for cell in cells_of(records) if cell.method.label == "sparq" and cell.task == "vt"]) == 2
+
+
+def test_over_all_tasks_the_difference_is_that_of_the_scores(make_records: MakeRecords) -> None:
+    # One task has far fewer samples: a difference that counted samples alike would not be that of the means.
+    records = [r for r in make_records(tasks=("niah_multikey", "vt")) if r["task"] == "vt" or r["sample"] < 4]
+    cells = cells_of(records)
+    overview = compute_overview(read_points(records)[0], cells)
+    compared = [cell for cell in overview if cell.against_exact is not None]
+    assert compared
+    for cell in compared:
+        assert cell.score is not None
+        assert cell.exact_score is not None
+        assert cell.against_exact is not None
+        assert cell.against_exact.mean == pytest.approx(cell.score - cell.exact_score)
+        assert cell.against_exact.low <= cell.against_exact.mean <= cell.against_exact.high
+
+
+def test_a_task_that_every_scan_solves_is_marked(make_records: MakeRecords) -> None:
+    records = [{**r, "score": 1.0} if r["task"] == "vt" else r for r in make_records(ks=(64, 128))]
+    cells = cells_of(records)
+    assert "at the ceiling" in find(cells, "sparq r=8").notes
+    assert "at the ceiling" not in find(cells, "sparq r=8", task="niah_multikey").notes
+    records = [{**r, "score": 0.0} if (r["label"], r["k"]) == ("sparq r=8", 64) else r for r in records]
+    assert "at the ceiling" not in find(cells_of(records), "loki r=16", k=64).notes
+    assert "at the ceiling" in find(cells_of(records), "loki r=16", k=128).notes

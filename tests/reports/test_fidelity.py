@@ -1,4 +1,4 @@
-"""Fidelity records as tables and a figure."""
+"""Fidelity records as tables, and the section that a report makes of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from fathom_eval.errors import UserError
 from fathom_eval.fidelity import METRICS
-from fathom_eval.reports.fidelity import build_fidelity_report, draw_fidelity, fidelity_frame, fidelity_table, pairs_frame
-from fathom_eval.run import Run
+from fathom_eval.reports import build_report
+from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table, pairs_frame
+from tests.reports.made_records import fidelity_records, write_run
+from tests.reports.pages import data, every_file, read_page, table
 
 
 def made_record(window: int, method: str, k: int | None, value: float, **changes: Any) -> dict[str, Any]:
@@ -50,21 +52,73 @@ def test_a_method_that_failed_everywhere_is_in_every_table() -> None:
         records[1].pop(name)
     table = fidelity_table(fidelity_frame(records)).set_index("method")
     assert table.loc["b", "error to dense"] == "failed"
-    assert draw_fidelity(fidelity_frame(records)) is not None
+    assert fidelity_results(fidelity_frame(records))[1]["failures"] == 1
 
 
-def test_the_figure_is_the_same_for_the_same_records_and_absent_without_scans(tmp_path: Path) -> None:
-    records = [
-        made_record(window, name, k, 0.1 + window / 100, bits=bits, family=name[0], label=name)
-        for window in range(2)
-        for k in (64, 128)
-        for name, bits in (("s1", 17.0), ("s2", 34.0), ("f1", 28.0))
+def test_results_for_a_machine_are_numbers() -> None:
+    records = [made_record(window, "a", 64, 0.1) for window in range(2)]
+    records.append(made_record(0, "dense", None, 0.0, control=True, bits=None))
+    dense, scan = fidelity_results(fidelity_frame(records))
+    assert (scan["method"], scan["k"], scan["error_dense"], scan["windows"]) == ("a", 64, pytest.approx(0.1), 2)
+    assert (dense["k"], dense["bits"]) == (None, None)
+
+
+def test_a_page_with_both_errors_their_intervals_and_the_bits_at_equal_error(tmp_path: Path) -> None:
+    settings = {"windows": 8, "context": [2048], "k": [64, 128], "methods": ["dense", "exact", "sparq r=D/8"], "positions": 128}
+    run = write_run(tmp_path / "error", fidelity_records(), kind="fidelity", haystack={"name": "wikitext"}, settings=settings)
+    files = build_report([run], tmp_path / "out")
+    assert {path for path in (tmp_path / "out").rglob("*") if path.is_file()} == every_file(files)
+    page = read_page(files)
+    page.check()
+    assert "12 scans of smollm2 on a CPU: the relative error of attention outputs" in page.words
+    assert "fathom budget=32 basis=raw (19 bits, 0.0663)" in page.words
+    [row] = [row for row in table(files, "errors-2048-k64") if row["method"] == "sparq r=D/8"]
+    assert float(row["error to dense"]) == pytest.approx(float(row["excess"]) + 0.0534, abs=1e-3)
+    assert set(row) >= {"error to dense standard error", "error to exact top-k", "recall", "k∪"}
+    assert {"squared_error_dense", "squared_error_exact", "squared_excess"} <= set(data(files, "results.csv")[0])
+    [equal] = [row for row in table(files, "equal-error-2048-k64") if row["scan"] == "sparq r=D/4"]
+    assert (equal["reached by"], float(equal["bits ÷ its bits"])) == ("fathom budget=64 basis=klt", pytest.approx(68 / 37.6))
+    [full] = [row for row in table(files, "equal-error-2048-k64") if row["scan"] == "full 4-bit"]
+    assert full["reached by"] == "none"
+    assert [path.name for path in files.figures] == [f"fidelity-2048-k{k}.{ending}" for k in (64, 128) for ending in ("svg", "png")]
+    figure = files.figures[0].read_text(encoding="utf-8")
+    assert "<title>landmark size=8: error to dense 0.267 ± 0.018 at 128.0 bits</title>" in figure
+    assert len(data(files, "pairs.csv")) == 2 * 2 * 13 * 12 // 2
+
+
+def test_ablations_set_neighbouring_values_of_one_option_side_by_side(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "error", fidelity_records(ks=(64,)), kind="fidelity")
+    files = build_report([run], tmp_path / "out")
+    rows = table(files, "ablation-basis")
+    assert [(row["method"], row["basis"]) for row in rows] == [
+        ("fathom budget=48 basis=raw", "raw → klt"),
+        ("fathom budget=64 basis=raw", "raw → klt"),
     ]
-    first, second = draw_fidelity(fidelity_frame(records), "model"), draw_fidelity(fidelity_frame(records), "model")
-    assert first is not None
-    assert first == second
-    assert first[1].startswith(b"\x89PNG")
-    assert "k = 128" in first[0]
-    assert draw_fidelity(fidelity_frame([made_record(0, "dense", None, 0.0, control=True, bits=None)])) is None
-    with Run.open(tmp_path / "run", identity={}, details={"kind": "fidelity"}), pytest.raises(UserError, match="no fidelity records yet"):
-        build_fidelity_report(tmp_path / "run", tmp_path / "report")
+    assert float(rows[0]["difference high"]) < 0, "the rotated planes have the lower error in these records"
+    budgets = [row["budget"] for row in table(files, "ablation-budget")]
+    assert budgets == ["32 → 48", "48 → 64", "48 → 64"]
+
+
+def test_a_suite_is_shown_at_equal_bytes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "error", fidelity_records(), kind="fidelity", settings={"suite": "basis"})
+    files = build_report([run], tmp_path / "out")
+    assert "Ablations: suite basis" in read_page(files).words
+    assert {row["method"] for row in table(files, "equal-bytes-basis")} >= {"fathom budget=48 basis=klt", "sparq r=D/4"}
+
+
+def test_what_an_interrupted_run_lacks_is_named(tmp_path: Path) -> None:
+    settings = {"windows": 8, "context": [2048, 4096], "k": [64], "methods": ["dense", "exact", "sparq r=D/8", "quest"]}
+    records = [record for record in fidelity_records(ks=(64,), windows=3) if record["method"] in ("dense", "exact", "sparq")]
+    files = build_report([write_run(tmp_path / "run", records, kind="fidelity", settings=settings)], tmp_path / "out")
+    words = read_page(files).words
+    assert "sparq r=D/8 at 2,048 tokens, k = 64: 3 of 8 windows" in words
+    assert "quest at 2,048 tokens, k = 64: 0 of 8 windows" in words
+    assert "every method at 4,096 tokens, k = 64: 0 of 8 windows" in words
+    assert "fewer than 6 separate no two methods" in words
+    assert any(path.name == "missing.csv" for path in files.data)
+
+
+def test_records_of_another_kind_are_refused(tmp_path: Path) -> None:
+    record = {"kind": "fidelity", "task": "x", "context": 1, "sample": 0, "k": 1, "method": "m", "options": {}, "method_version": 1}
+    with pytest.raises(UserError, match="no record of kind 'fidelity'"):
+        build_report([write_run(tmp_path / "run", [record], kind="fidelity")], tmp_path / "out")

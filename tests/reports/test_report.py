@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from fathom_eval.cli import main
 from fathom_eval.errors import UserError
 from fathom_eval.reports import build_report, summary_table
 from fathom_eval.run import MANIFEST, RECORDS, Run
+from tests.reports.pages import data, every_file, read_page, rows_of, table
 
 Records = list[dict[str, Any]]
 MakeRecords = Callable[..., Records]
@@ -38,36 +36,16 @@ HOSTILE = (
 )
 
 
-class Page(HTMLParser):
-    """What a test wants to know of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-        self.ids = [attributes["id"] for _, attributes in self.tags if "id" in attributes]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("th", "td", "p"):
-            self.text += " "
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(path.read_text())))
-
-
 def test_every_file_is_written_and_nothing_else(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
     files = build_report([write_run(make_records(tasks=("vt", "fwe"), ks=(64, 128), samples=2))], tmp_path / "out")
     written = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert written == {files.html, files.csv, files.overview_csv, files.samples_csv, files.markdown, *files.figures}
-    assert len(files.figures) == 2 * 2 * 2
+    assert written == every_file(files)
+    # Two tasks and all of them at two k, and the depths at each k; every one as SVG and PNG.
+    assert len(files.figures) == 2 * (3 * 2 + 2)
+    # Every table of the page is a CSV file, and stands in the Markdown and the LaTeX.
+    page = read_page(files)
+    assert len(files.tables) == sum(tag == "table" and "data-sort" in attributes for tag, attributes in page.tags)
+    assert files.latex.read_text(encoding="utf-8").count("\\begin{longtable}") == len(files.tables)
     assert not list((tmp_path / "first").glob("report*"))
 
 
@@ -76,7 +54,7 @@ def test_results_csv_has_a_row_a_cell_and_samples_csv_a_row_a_record(
 ) -> None:
     records = make_records(tasks=("vt",), ks=(64, 128))
     files = build_report([write_run(records)], tmp_path / "out")
-    rows = read(files.csv)
+    rows = rows_of(files.csv)
     assert len(rows) == 1 + 2 * 12
     row = next(row for row in rows if row["method"] == "sparq r=8" and row["task"] == "vt" and row["k"] == "64")
     assert (row["samples"], row["pairs"], row["context"], row["bits"], row["bits_per_channel"]) == ("24", "24", "2048", "34.0", "0.53125")
@@ -85,8 +63,8 @@ def test_results_csv_has_a_row_a_cell_and_samples_csv_a_row_a_record(
     assert float(row["minus_exact_top_k_low"]) <= float(row["minus_exact_top_k"]) <= float(row["minus_exact_top_k_high"])
     dense = next(row for row in rows if row["method"] == "dense")
     assert (dense["k"], dense["bits"], dense["minus_exact_top_k"]) == ("", "", "")
-    assert len(read(files.overview_csv)) == 1 + 2 * 12
-    samples = read(files.samples_csv)
+    assert len(data(files, "overview.csv")) == 1 + 2 * 12
+    samples = data(files, "samples.csv")
     assert len(samples) == len(records)
     assert json.loads(samples[-1]["options"]) == {"block": 8}
     assert samples[0]["generation"] == " ABCDE. The grass"
@@ -98,7 +76,7 @@ def test_first_divergence_is_taken_from_the_tokens(make_records: MakeRecords, wr
     for record in records:
         del record["first_divergence"]
         record["token_ids"] = tokens.get(record["method"])
-    samples = read(build_report([write_run(records)], tmp_path / "out").samples_csv)
+    samples = data(build_report([write_run(records)], tmp_path / "out"), "samples.csv")
     found = {row["method"]: row["first_divergence"] for row in samples}
     assert [found[name] for name in tokens] == ["", "", "1", "2", ""]
 
@@ -106,17 +84,13 @@ def test_first_divergence_is_taken_from_the_tokens(make_records: MakeRecords, wr
 def test_report_is_reproducible_to_the_byte(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
     run = write_run(make_records(tasks=("vt",), samples=8))
     one, two = build_report([run], tmp_path / "one"), build_report([run], tmp_path / "two")
-    for first, second in zip(
-        [one.html, one.csv, one.overview_csv, one.samples_csv, one.markdown, *one.figures],
-        [two.html, two.csv, two.overview_csv, two.samples_csv, two.markdown, *two.figures],
-        strict=True,
-    ):
-        assert first.read_bytes() == second.read_bytes(), first.name
+    assert len(every_file(one)) == len(every_file(two))
+    for path in every_file(one):
+        assert path.read_bytes() == (two.html.parent / path.relative_to(one.html.parent)).read_bytes(), path.name
 
 
 def test_page_says_what_was_compared_and_what_separates(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
-    page = Page(build_report([write_run(make_records(), model="org/model-1b")], tmp_path / "out").html.read_text())
-    text = " ".join(page.text.split())
+    text = read_page(build_report([write_run(make_records(), model="org/model-1b")], tmp_path / "out")).words
     assert (
         "11 scans of org/model-1b on cpu (2 threads), compared with dense attention and with exact top-k: niah_single, "
         "niah_multikey and vt, in a haystack of wikitext, 24 samples a task and context." in text
@@ -146,7 +120,7 @@ def test_limits_are_said_aloud(make_records: MakeRecords, write_run: WriteRun, t
     lines = (run / RECORDS).read_bytes().splitlines(keepends=True)
     (run / RECORDS).write_bytes(b"".join([*lines[:5], b"damaged\n", *lines[6:]]))
     files = build_report([run], tmp_path / "out")
-    text = " ".join(Page(files.html.read_text()).text.split())
+    text = read_page(files).words
     assert "Not discriminative, because dense attention itself is at the floor: vt at 2,048 tokens" in text
     assert "6 records of failed samples are in no mean" in text
     assert "RuntimeError: out of memory" in text
@@ -158,18 +132,9 @@ def test_limits_are_said_aloud(make_records: MakeRecords, write_run: WriteRun, t
 
 def test_page_is_self_contained_and_its_anchors_work(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
     records = make_records(tasks=("vt",), ks=(64, 128), samples=6)
-    text = build_report([write_run(records)], tmp_path / "out").html.read_text()
-    page = Page(text)
-    assert len(page.ids) == len(set(page.ids))
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed"} - {"link"}
-    for tag, attributes in page.tags:
-        for name in ("src", "href", "xlink:href", "action", "data"):
-            address = attributes.get(name)
-            if address is not None:
-                assert address.startswith(("#", "data:,")), (tag, address)
-                assert not address.startswith("#") or address[1:] in page.ids, address
-    assert set(re.findall(r"url\((.*?)\)", text)) <= {f"#{name}" for name in page.ids}
-    assert "prefers-color-scheme: dark" in text
+    page = read_page(build_report([write_run(records)], tmp_path / "out"))
+    page.check()
+    assert "prefers-color-scheme: dark" in page.source
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -183,19 +148,18 @@ def test_hostile_text_stays_text(make_records: MakeRecords, write_run: WriteRun,
             record.update(finish="error", error=text)
     files = build_report([write_run(records, haystack=text, model=text)], tmp_path / "out")
     assert all(path.is_file() and path.is_relative_to(tmp_path / "out" / "figures") for path in files.figures)
-    everything = [path.read_text() for path in (files.html, files.csv, files.samples_csv, files.markdown)]
+    samples = tmp_path / "out" / "samples.csv"
+    everything = [path.read_text() for path in (files.html, files.csv, samples, files.markdown, files.latex, *files.tables)]
     everything += [path.read_text() for path in files.figures if path.suffix == ".svg"]
     for content in everything:
         assert not set(content) & set("\x1b\x07\u202e\u2066\ufffe")
-    page = Page(everything[0])
-    tags = {tag for tag, _ in page.tags}
-    assert not tags & {"script", "img"}
-    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    page = read_page(files)
+    page.check()
     for path in files.figures:
         if path.suffix == ".svg":
             ElementTree.parse(path)
-    for path in (files.csv, files.samples_csv):
-        for row in read(path):
+    for path in (files.csv, samples, *files.tables):
+        for row in rows_of(path):
             assert not any(str(value).lstrip().startswith(("=", "+", "@")) for value in row.values()), row
     assert "http://evil" not in re.sub(r"\\\[link\\\]\(http://evil\)|HYPERLINK\(\S*\)", "", everything[3])
     if "7 * 7" in text:
@@ -206,22 +170,23 @@ def test_runs_are_shown_side_by_side_and_never_averaged(make_records: MakeRecord
     first = write_run(make_records(tasks=("vt",)), name="first", seed=0)
     second = write_run([{**r, "score": 0.0} for r in make_records(tasks=("vt",))], name="second", seed=1)
     files = build_report([first, second, first], tmp_path / "out")
-    rows = read(files.csv)
+    rows = rows_of(files.csv)
     assert [row["run"] for row in rows] == ["first"] * 13 + ["second"] * 13
     assert {row["score"] for row in rows if row["run"] == "second"} == {"0.0"}
     assert next(float(row["score"]) for row in rows if row["method"] == "dense") > 0.5
-    page = Page(files.html.read_text())
-    assert len(page.ids) == len(set(page.ids))
-    text = " ".join(page.text.split())
-    assert "identity.seed 0 1" in text
-    assert "identity.model" not in text.split("What differs")[1].split("Run first")[0]
-    assert len(files.figures) == 4
+    page = read_page(files)
+    page.check()
+    differences = table(files, "differences")
+    assert {"fact": "identity.seed", "first": "0", "second": "1"} in differences
+    assert "identity.model" not in {row["fact"] for row in differences}
+    assert "The identities of the runs do not match. They differ in seed. Nothing is averaged or paired" in page.words
+    assert len(files.figures) == 2 * 2 * 2
 
 
 def test_runs_of_one_name_are_told_apart(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
     records = make_records(tasks=("vt",), samples=6)
     paths = [write_run(records, name="a/run"), write_run(records, name="b/run", seed=1)]
-    rows = read(build_report(paths, tmp_path / "out").csv)
+    rows = rows_of(build_report(paths, tmp_path / "out").csv)
     assert {row["run"] for row in rows} == {str(path) for path in paths}
 
 
@@ -233,15 +198,15 @@ def test_scan_without_bits_still_has_a_row(make_records: MakeRecords, write_run:
         elif not record["control"]:
             record.update(bits=None, declared_bits=None)
     files = build_report([write_run(records)], tmp_path / "out")
-    assert len(files.figures) == 2
-    assert len(read(files.csv)) == 13
+    assert [path.name for path in files.figures if path.suffix == ".svg"] == ["score-vt-2048-k128.svg", "depth-k128.svg"]
+    assert len(rows_of(files.csv)) == 13
 
 
 def test_controls_alone_make_a_report(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
     dense_only = [r for r in make_records(tasks=("vt",)) if r["method"] == "dense"]
     files = build_report([write_run(dense_only)], tmp_path / "out")
-    assert files.figures == ()
-    assert [row["method"] for row in read(files.csv)] == ["dense"]
+    assert [path.name for path in files.figures] == ["depth-dense.svg", "depth-dense.png"]
+    assert [row["method"] for row in rows_of(files.csv)] == ["dense"]
 
 
 def test_summary_table(make_records: MakeRecords) -> None:
@@ -265,8 +230,9 @@ def test_command_prints_paths(make_records: MakeRecords, write_run: WriteRun, ca
     assert capsys.readouterr() == (f"{run / 'report' / 'report.html'}\n", "")
     assert main(["report", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert all(Path(document[name]).is_file() for name in ("html", "csv", "overview_csv", "samples_csv", "markdown"))
-    assert len(document["figures"]) == 2
+    assert all(Path(document[name]).is_file() for name in ("html", "csv", "markdown", "latex"))
+    assert all(Path(path).is_file() for name in ("data", "tables", "figures") for path in document[name])
+    assert len(document["figures"]) == 4
     # The report lies within the run and must not make it a foreign folder.
     assert len(Run.load(run)) == 6 * 13
 
@@ -279,14 +245,14 @@ def test_bad_input_is_one_line(make_records: MakeRecords, write_run: WriteRun, t
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / MANIFEST).write_text('{"schema": 99, "identity": {}}')
     Run.open(tmp_path / "fresh", identity={}, details={}).close()
-    Run.open(tmp_path / "kind", identity={}, details={"kind": "timing"}).close()
+    Run.open(tmp_path / "kind", identity={}, details={"kind": "weather"}).close()
     for name, message in (
         ("missing", "there is no such folder"),
         ("empty", "it is empty"),
         ("foreign", "it has no manifest.json"),
         ("newer", "newer fathom-eval (schema 99"),
         ("fresh", "has no records yet"),
-        ("kind", "kind 'timing'"),
+        ("kind", "kind 'weather'"),
         (f"good/{MANIFEST}", "it is a file"),
     ):
         assert main(["report", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
@@ -313,5 +279,5 @@ def test_foreign_record_is_refused(tmp_path: Path) -> None:
     record = {"kind": "ruler", "task": "vt", "context": "long", "sample": 0, "k": 1, "method": "x", "options": {}, "method_version": 1}
     with Run.open(tmp_path / "run", identity={}, details={}) as run:
         run.append([record])
-    with pytest.raises(UserError, match="holds a record that is not one of kind 'ruler'"):
+    with pytest.raises(UserError, match="holds no record of kind 'ruler'"):
         build_report([tmp_path / "run"], tmp_path / "out")

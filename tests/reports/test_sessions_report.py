@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Callable, Sequence
-from html.parser import HTMLParser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,11 @@ from fathom_eval.cli import main
 from fathom_eval.errors import UserError
 from fathom_eval.reports import build_report
 from fathom_eval.reports.session_cells import Role, compute_session_cells, read_steps
-from fathom_eval.reports.session_page import marked_parts
+from fathom_eval.reports.session_steps import marked_parts
 from fathom_eval.reports.sessions import summary_table
 from fathom_eval.run import Run
+from tests.reports.made_records import step_records
+from tests.reports.pages import Page, data, every_file, read_page, rows_of
 
 Records = list[dict[str, Any]]
 
@@ -32,65 +31,6 @@ HOSTILE = (
     "lone \ud800 surrogate",
     "| pipe | `tick` [link](http://evil)",
 )
-# label, method, options, control, bits, agreements of sessions 0 to 7
-METHODS: list[tuple[str, str, dict[str, Any], bool, float | None, list[float]]] = [
-    ("dense", "dense", {}, True, None, [1.0] * 8),
-    ("exact", "exact", {}, True, None, [1.0] * 8),
-    ("dense, alone", "dense", {"batch": "alone"}, True, None, [1.0] * 7 + [0.6]),
-    ("exact, alone", "exact", {"batch": "alone"}, True, None, [1.0] * 8),
-    ("sparq r=D/8", "sparq", {}, False, 34.0, [0.5, 0.4, 0.6, 0.5, 0.3, 0.5, 0.4, 0.6]),
-    ("fathom budget=48", "fathom", {"budget": 48}, False, 28.3, [0.8, 0.7, 0.9, 0.8, 0.6, 0.8, 0.7, 0.9]),
-    ("landmark size=8", "landmark", {}, False, 128.0, [0.5, 0.1, 0.6, 0.2, 0.3, 0.1, 0.1, 0.7]),
-]
-
-
-def step_records(ks: Sequence[int] = (512,), sessions: int = 8, text: str = "I look at the file.", **changes: Any) -> Records:
-    records = []
-    for session in range(sessions):
-        for label, method, options, control, bits, agreements in METHODS:
-            for k in [None] if method == "dense" else list(ks):
-                own = label in ("exact", "exact, alone")
-                record = {
-                    "kind": "sessions",
-                    "task": "session",
-                    "context": 7500,
-                    "sample": session,
-                    "k": k,
-                    "method": method,
-                    "options": options,
-                    "method_version": 1,
-                    "label": label,
-                    "family": method,
-                    "control": control,
-                    "score": agreements[session],
-                    "agreement_exact": None if k is None else agreements[session],
-                    "agreement_dense": 0.25,
-                    "agreement_recorded": 0.125,
-                    "dense_agreement_exact": 0.9 if label == "exact" else None,
-                    "exact_match": own,
-                    "first_divergent_token": None if own else session,
-                    "tool_call": "valid" if session % 2 else "none",
-                    "recorded_tool_call": "valid",
-                    "generation": f"{text} {label}",
-                    "token_ids": [1, 2, 3] if own else [1, 2, 4],
-                    "new_tokens": 3,
-                    "finish": "stop",
-                    "error": None,
-                    "bits": bits,
-                    "declared_bits": bits,
-                    "rows": 700.0,
-                    "fired": 6,
-                    "steps": 3,
-                    "session_id": f"id{session}",
-                    "repo": "owner/project",
-                    "sources": [{"trajectory": f"t{session}", "tokens": 7000, "whole": False}],
-                    "prompt_tokens": 7001,
-                    "memory": {"estimated_bytes": 1, "held_bytes": 1, "peak_bytes": None},
-                }
-                if label == "dense":
-                    record["recorded_step"] = f"recorded {text}"
-                records.append({**record, **changes})
-    return records
 
 
 @pytest.fixture
@@ -108,26 +48,6 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return write_run
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
-
-
-class Page(HTMLParser):
-    """Tags, ids and text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_numbers_of_the_cells() -> None:
@@ -176,25 +96,32 @@ def test_failures_are_in_no_mean_and_old_versions_left_out() -> None:
     assert notes == ["8 records of older versions of methods are left out"]
 
 
+def steps_of(page: Page) -> list[dict[str, Any]]:
+    """What the page's script is given to show."""
+    [shown] = [json.loads(text) for attributes, text in page.scripts if attributes.get("type") == "application/json"]
+    sessions: list[dict[str, Any]] = shown
+    return sessions
+
+
 def test_files_of_a_report(write: Callable[..., Path], tmp_path: Path) -> None:
     files = build_report([write(step_records(ks=(512, 2048)))], tmp_path / "out")
     written = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert written == {files.html, files.csv, files.overview_csv, files.samples_csv, files.markdown, *files.figures}
+    assert written == every_file(files)
     assert len(files.figures) == 2 * 2
-    assert len(read(files.csv)) == 2 * 7
-    assert len(read(files.overview_csv)) == 2 * 6
-    assert len(read(files.samples_csv)) == 8 * (2 + 2 * 5)
-    [row] = [row for row in read(files.csv) if row["method"] == "fathom budget=48" and row["k"] == "512"]
+    assert len(rows_of(files.csv)) == 2 * 7
+    assert len(data(files, "paired.csv")) == 2 * 6
+    assert len(data(files, "steps.csv")) == 8 * (2 + 2 * 5)
+    [row] = [row for row in rows_of(files.csv) if row["method"] == "fathom budget=48" and row["k"] == "512"]
     assert (float(row["difference"]), row["wins"], row["ties"], row["losses"], row["baseline"]) == (
         pytest.approx(0.3), "8", "0", "0", "sparq r=D/8",
     )  # fmt: skip
-    page = Page(files.html.read_text(encoding="utf-8"))
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    assert {attributes["href"] for tag, attributes in page.tags if tag == "a"} <= {f"#{name}" for name in ids}
-    assert not [tag for tag, _ in page.tags if tag in ("script", "iframe", "img")]
-    assert "k = 2,048: fathom budget=48" in page.text
+    page = read_page(files)
+    page.check()
+    [session, *_] = steps_of(page)
+    assert [at["k"] for at in session["steps"]] == ["k = 512", "k = 2,048"]
+    assert "fathom budget=48" in [method["label"] for method in session["steps"][0]["methods"]]
     assert "Noise floor" in page.text
+    assert "At k = 512 fathom budget=48 agrees most with exact top-k, 0.775 ± 0.037 at 28 bits." in page.words
     again = build_report([tmp_path / "first"], tmp_path / "again")
     for one in written:
         other = again.html.parent / one.relative_to(tmp_path / "out")
@@ -203,12 +130,12 @@ def test_files_of_a_report(write: Callable[..., Path], tmp_path: Path) -> None:
 
 def test_the_viewer_marks_words_that_differ() -> None:
     left, right = marked_parts("I open the file\nand read it", "I open a file\nand read it twice\n")
-    assert "".join(part.text for part in left) == "I open the file\nand read it"
-    assert "".join(part.text for part in right) == "I open a file\nand read it twice\n"
-    assert [part.text for part in left if part.differs] == [" the"]
-    assert [part.text for part in right if part.differs] == [" a", " twice\n"]
+    assert "".join(text for text, _ in left) == "I open the file\nand read it"
+    assert "".join(text for text, _ in right) == "I open a file\nand read it twice\n"
+    assert [text for text, differs in left if differs] == [" the"]
+    assert [text for text, differs in right if differs] == [" a", " twice\n"]
     assert marked_parts("", "") == ([], [])
-    assert marked_parts("same  words", "same words")[1][0].differs is False
+    assert marked_parts("same  words", "same words")[1][0][1] == 0
 
 
 @pytest.mark.parametrize("evil", HOSTILE)
@@ -216,19 +143,16 @@ def test_hostile_steps_are_shown_as_text(write: Callable[..., Path], tmp_path: P
     records = step_records(text=evil, sessions=2, repo=f"o/{evil}", sources=[{"trajectory": evil, "tokens": 5, "whole": False}])
     path = write(records, baseline=None)
     files = build_report([path], tmp_path / "out")
-    html = files.html.read_text(encoding="utf-8")
-    page = Page(html)
-    harmless = build_report([write(step_records(sessions=2), name="harmless", baseline=None)], tmp_path / "harmless-out")
-    allowed = {tag for tag, _ in Page(harmless.html.read_text(encoding="utf-8")).tags}
-    assert not allowed & {"script", "img", "iframe"}
-    assert {tag for tag, _ in page.tags} <= allowed
-    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    for text in (html, *(file.read_text(encoding="utf-8") for file in (files.csv, files.samples_csv, files.markdown))):
+    page = read_page(files)
+    page.check()
+    assert "<" not in "".join(text for attributes, text in page.scripts if attributes.get("type") == "application/json")
+    texts = [file.read_text(encoding="utf-8") for file in (files.html, *files.data, *files.tables, files.markdown, files.latex)]
+    for text in texts:
         assert all(character.isprintable() or character == "\n" for character in text)
-    for row in read(files.samples_csv):
+    for row in data(files, "steps.csv"):
         assert not any(cell.startswith(("=", "+", "-", "@")) for cell in row.values() if not _is_number(cell))
     if "script" in evil:
-        assert evil in page.text, "shown as it is, as text"
+        assert evil in steps_of(page)[0]["steps"][0]["methods"][0]["step"], "shown as it is, as text"
     assert main(["report", str(path)]) == 0
     out, err = capsys.readouterr()
     assert all(character.isprintable() or character == "\n" for character in out + err)
@@ -244,20 +168,18 @@ def _is_number(cell: str) -> bool:
 
 def test_long_lines_are_shown(write: Callable[..., Path], tmp_path: Path) -> None:
     line = "x" * 30_000
-    html = build_report([write(step_records(text=line, sessions=1))], tmp_path / "out").html.read_text(encoding="utf-8")
-    assert line in html
-    html = build_report([write(step_records(text="y" * 50_000, sessions=1), name="longer")], tmp_path / "out").html.read_text(
-        encoding="utf-8"
-    )
-    assert "and 10,006 more characters" in html
+    page = read_page(build_report([write(step_records(text=line, sessions=1))], tmp_path / "out"))
+    assert line in steps_of(page)[0]["steps"][0]["exact"]
+    page = read_page(build_report([write(step_records(text="y" * 50_000, sessions=1), name="longer")], tmp_path / "out"))
+    assert "and 10,006 more characters" in steps_of(page)[0]["steps"][0]["exact"]
 
 
 def test_a_run_without_text_has_no_viewer(write: Callable[..., Path], tmp_path: Path) -> None:
     records = step_records(generation=None)
     for record in records:
         record.pop("recorded_step", None)
-    page = Page(build_report([write(records)], tmp_path / "out").html.read_text(encoding="utf-8"))
-    assert not [tag for tag, _ in page.tags if tag == "pre"]
+    page = read_page(build_report([write(records)], tmp_path / "out"))
+    assert len(page.scripts) == 1
     assert "fathom budget=48" in page.text
 
 
@@ -282,16 +204,22 @@ def test_the_table_that_a_run_prints(write: Callable[..., Path]) -> None:
     assert list(summary_table(Run.load(write(step_records(ks=(512, 2048)), name="two")))["k"].unique()) == ["512", "2,048"]
 
 
-def test_kinds_are_not_mixed(write: Callable[..., Path], tmp_path: Path, write_run: Callable[..., Path], make_records: Any) -> None:
+def test_runs_of_several_kinds_share_a_page(
+    write: Callable[..., Path], tmp_path: Path, write_run: Callable[..., Path], make_records: Any
+) -> None:
     ruler = write_run(make_records(samples=2), name="ruler")
-    sessions = write(step_records())
-    with pytest.raises(UserError, match="runs of different kinds make no common report"):
-        build_report([ruler, sessions], tmp_path / "out")
+    files = build_report([ruler, write(step_records())], tmp_path / "out")
+    page = read_page(files)
+    page.check()
+    assert "Run ruler" in page.text
+    assert "Run first" in page.text
+    assert {path.name for path in files.data} >= {"ruler-results.csv", "sessions-results.csv", "ruler-samples.csv", "sessions-steps.csv"}
+    assert "What changed" not in page.text, "runs of two kinds have nothing to be set side by side"
 
 
 def test_records_of_another_kind_are_refused(write: Callable[..., Path], tmp_path: Path) -> None:
     path = write([{key: value for key, value in record.items() if key != "token_ids"} for record in step_records(sessions=1)])
-    with pytest.raises(UserError, match="not one of kind 'sessions': KeyError: 'token_ids'"):
+    with pytest.raises(UserError, match=r"no record of kind 'sessions': .*KeyError: 'token_ids'"):
         build_report([path], tmp_path / "out")
     (tmp_path / "empty").mkdir()
     manifest = json.loads((path / "manifest.json").read_text())
@@ -302,7 +230,7 @@ def test_records_of_another_kind_are_refused(write: Callable[..., Path], tmp_pat
 
 def test_several_runs_side_by_side(write: Callable[..., Path], tmp_path: Path) -> None:
     files = build_report([write(step_records()), write(step_records(), name="second")], tmp_path / "out")
-    page = Page(files.html.read_text(encoding="utf-8"))
+    page = read_page(files)
     assert "2 runs side by side" in page.text
-    assert {row["run"] for row in read(files.csv)} == {"first", "second"}
+    assert {row["run"] for row in rows_of(files.csv)} == {"first", "second"}
     assert len(files.figures) == 4

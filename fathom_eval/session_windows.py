@@ -1,0 +1,58 @@
+"""Windows of agent sessions: what ``fidelity`` measures at instead of windows of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fathom_eval.errors import UserError
+from fathom_eval.models import LoadedModel
+from fathom_eval.session_data import SessionData, SourceSettings, prepare_sessions
+
+_SLACK = 1.25
+"""A session is cut to the context from at most so much more, so that trajectories can be joined to it."""
+
+
+class SessionWindows:
+    """The first ``context`` tokens of agent sessions, each of trajectories of one repository, rendered as recorded.
+
+    Args:
+        loaded: Its tokenizer encodes, and its chat template renders where it takes tools.
+        source: Which trajectories; lengths and number of sessions are taken from what is asked for here.
+    """
+
+    def __init__(self, loaded: LoadedModel, source: SourceSettings, say: Callable[[str], None] = lambda line: None) -> None:
+        self._loaded, self._source, self._say = loaded, source, say
+        self._data: dict[int, SessionData] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which tokens a window holds; known once a context has been checked."""
+        data = next(iter(self._data.values()))
+        return {name: value for name, value in data.identity.items() if name != "session_tokens"}
+
+    def check(self, context: int, windows: int) -> None:
+        """Raise :class:`UserError` unless the trajectories give so many sessions of that length."""
+        found = len(self._sessions(context, windows).sessions)
+        if found < windows:
+            raise UserError(
+                f"{windows} windows of {context:,} tokens need as many sessions; {self._source.name} gives {found}: take fewer windows, "
+                "a shorter context or more trajectories"
+            )
+
+    def origin(self, context: int, index: int) -> dict[str, Any]:
+        """Which session a window is the beginning of."""
+        session = self._sessions(context, index + 1).sessions[index]
+        return {"session": session.id, "repo": session.repo}
+
+    def token_ids(self, context: int, index: int) -> list[int]:
+        """The ``context`` ids of a window."""
+        return self._sessions(context, index + 1).sessions[index].prompt_ids[:context]
+
+    def _sessions(self, context: int, count: int) -> SessionData:
+        held = self._data.get(context)
+        if held is None or len(held.sessions) < count:
+            settings = replace(self._source, sessions=count, low=context, high=int(context * _SLACK))
+            self._data[context] = held = prepare_sessions(self._loaded, settings, say=self._say)
+        return held

@@ -1,0 +1,376 @@
+"""A fidelity run as a section of a report: the error of attention outputs over the bits that scans read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fathom_eval.console import printable
+from fathom_eval.errors import UserError
+from fathom_eval.reports.ablations import ablation_tables, equal_bytes_table
+from fathom_eval.reports.canvas import Style
+from fathom_eval.reports.cells import MINIMUM_PAIRS
+from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels
+from fathom_eval.reports.document import Block, Column, Drawing, Entry, Fact, Item, Measure, Row, Section, Table, difference, entry
+from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of, provenance_of, starts_of
+from fathom_eval.reports.fidelity import LEGEND, fidelity_frame, pairs_frame
+from fathom_eval.reports.fidelity_words import answer, equal_error, fidelity_remarks
+from fathom_eval.reports.gaps import gaps, planned
+from fathom_eval.reports.glossary import glossary
+from fathom_eval.reports.loading import Loaded, Records
+from fathom_eval.reports.tables import results_csv
+from fathom_eval.reports.wording import count, join, number, setting, significant, spread
+from fathom_eval.run import canonical_json
+from fathom_eval.stats import paired_difference
+
+AXES = {"error_dense": "error to dense", "error_exact": "error to exact top-k"}
+_NEEDED = ("context", "k", "sample", "method", "options", "method_version", "label", "family", "control", "finish")
+
+
+@dataclass(frozen=True)
+class FidelitySource:
+    """One fidelity run as a report sees it."""
+
+    name: str
+    run: Records
+    records: Sequence[Mapping[str, Any]]
+    notes: Sequence[str]
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row a context, k and method."""
+        return fidelity_frame(self.records)
+
+    @cached_property
+    def pairs(self) -> pd.DataFrame:
+        """One row a pair of methods and an error."""
+        return pairs_frame(self.records)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the frame; what is unknown is None."""
+        return [{str(name): None if _unknown(value) else value for name, value in row.items()} for row in self.frame.to_dict("records")]
+
+    @property
+    def settings(self) -> list[tuple[int, int]]:
+        """The (context, k) pairs."""
+        return list(dict.fromkeys((int(row["context"]), int(row["k"])) for row in self.rows if row["k"] is not None))
+
+    @property
+    def families(self) -> list[str]:
+        """The families of the scans."""
+        return list(dict.fromkeys(row["family"] for row in self.rows if not row["control"]))
+
+    @property
+    def missing(self) -> list[str]:
+        """What the run lacks of what its last start asked for, and where a method has fewer windows than others."""
+        present = Counter(("fidelity", one["context"], one["k"], printable(one["label"])) for one in self.records)
+        expected = {key: max(own for other, own in present.items() if other[1] == key[1]) for key in present}
+        for key, amount in planned(last_settings(self.run.manifest), "fidelity", ()).items():
+            expected[key] = max(expected.get(key, 0), amount)
+        return [line.replace(" on fidelity at ", " at ") for line in gaps(expected, present, "windows")]
+
+    def values(self, context: int, k: int | None, method: str, metric: str) -> dict[int, float]:
+        """A metric by window."""
+        return self._values.get((context, k, method, metric), {})
+
+    @cached_property
+    def _values(self) -> dict[tuple[int, int | None, str, str], dict[int, float]]:
+        found: dict[tuple[int, int | None, str, str], dict[int, float]] = {}
+        for one in self.records:
+            if one["finish"] == "complete":
+                for metric in (*AXES, "excess"):
+                    if one.get(metric) is not None:
+                        found.setdefault((one["context"], one["k"], printable(one["label"]), metric), {})[one["sample"]] = float(
+                            one[metric]
+                        )
+        return found
+
+
+def fidelity_source(loaded: Loaded) -> FidelitySource:
+    """The run as a report sees it, the newest version of every method. Raises UserError where not one record is of this kind."""
+    records, foreign = [], 0
+    for record in loaded.records.iter_records():
+        if all(name in record for name in _NEEDED) and (record["finish"] != "complete" or record.get("error_dense") is not None):
+            records.append(record)
+        else:
+            foreign += 1
+    if not records:
+        raise UserError(f"{loaded.path} holds no record of kind 'fidelity'")
+    newest: dict[tuple[str, str], int] = {}
+    for record in records:
+        key = (record["method"], canonical_json(record["options"]))
+        newest[key] = max(newest.get(key, 0), record["method_version"])
+    kept = [record for record in records if record["method_version"] == newest[record["method"], canonical_json(record["options"])]]
+    notes = [f"{len(records) - len(kept)} records of older versions of methods are left out"] if len(kept) < len(records) else []
+    notes += [f"{foreign} records are not of this kind and are left out"] if foreign else []
+    return FidelitySource(loaded.name, loaded.records, kept, notes)
+
+
+def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Style]) -> Section:
+    """The run with everything that a report shows of it."""
+    blocks = []
+    manifest = source.run.manifest
+    for context, k in source.settings:
+        here = [row for row in source.rows if row["context"] == context and row["k"] in (None, k)]
+        where = _origin(source, context, k, here)
+        items: list[Item] = [
+            _errors(source, context, k, here, where),
+            *_figure(context, k, here, where, styles),
+            *_equal_error(context, k, here, where),
+            _squared(context, k, here, where),
+            *_pairs(source, context, k, where),
+        ]
+        text = answer(source.rows, [(context, k)], source.pairs) if len(source.settings) > 1 else ""
+        blocks.append(Block(f"{anchor}-{context}-{k}", setting(context, k), items, text))
+    where = _origin(source, None, None, source.rows)
+    settings = last_settings(manifest)
+    suite = printable(settings.get("suite") or "")
+    ablations = [*equal_bytes_table(source.records, settings, where), *ablation_tables(source.records, where)]
+    if ablations:
+        text = (
+            "Methods of one kind that differ in one option, the rest held fixed: the second's error less the first's, paired by window. "
+            "Of a suite also all its methods at the bytes that each reads."
+        )
+        blocks.append(Block(f"{anchor}-ablations", f"Ablations: suite {suite}" if suite else "Ablations", ablations, text))
+    failures = [row for row in source.rows if row["failures"]]
+    if failures:
+        blocks.append(Block(f"{anchor}-failures", "Failed windows", [_failures(source, failures)]))
+    return Section(
+        anchor=anchor,
+        name=source.name,
+        kind="fidelity",
+        model=model_of(manifest),
+        device=", ".join(devices_of(manifest)),
+        subject=_subject(source),
+        answer=answer(source.rows, source.settings, source.pairs),
+        remarks=fidelity_remarks(source.rows, list(source.run.problems), source.missing, source.notes, fact(manifest, "haystack")),
+        blocks=blocks,
+        missing=source.missing,
+        measures=_measures(source),
+        facts=_facts(source),
+        glossary=glossary("fidelity"),
+        provenance=provenance_of(manifest),
+        starts=starts_of(manifest),
+        identity=str(manifest.get("identity_sha256", "")),
+        manifest=manifest,
+        data={"results.csv": partial(_write, source=source, name="frame"), "pairs.csv": partial(_write, source=source, name="pairs")},
+    )
+
+
+def _unknown(value: object) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _subject(source: FidelitySource) -> str:
+    manifest = source.run.manifest
+    scans = {row["method"] for row in source.rows if not row["control"]}
+    devices = join(devices_of(manifest))
+    haystack = fact(manifest, "haystack")
+    positions = fact(manifest, "positions")
+    windows = spread([row["windows"] for row in source.rows if row["windows"]])
+    where = f" on {devices}" if devices else ""
+    return (
+        f"{count(len(scans), 'scan')} of {model_of(manifest)}{where}: the relative error of attention outputs "
+        f"against dense attention and against exact top-k{f', at the last {positions} positions' if positions else ''} of {windows} windows"
+        f"{f' of {haystack}' if haystack else ''}."
+    )
+
+
+def _origin(source: FidelitySource, context: int | None, k: int | None, rows: Sequence[Mapping[str, Any]]) -> str:
+    manifest = source.run.manifest
+    windows = spread([row["windows"] for row in rows if row["windows"]])
+    at = "" if context is None else setting(context, k)
+    parts = (f"run {source.name}", model_of(manifest), at, ", ".join(devices_of(manifest)), f"{windows} windows")
+    return " · ".join(part for part in parts if part)
+
+
+def _name(row: Mapping[str, Any]) -> Entry:
+    return Entry(row["method"], small=() if not row["control"] or row["method"] == row["family"] else (row["family"],))
+
+
+def _errors(source: FidelitySource, context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str) -> Table:
+    titles = ("error to dense", "error to exact top-k", "excess")
+    columns = (
+        Column("method"),
+        Column("bits", "a channel"),
+        *(Column(title, "interval over windows") for title in titles),
+        *map(Column, ("recall", "k∪", "windows")),
+    )
+    table = []
+    for row in rows:
+        found = []
+        for metric in (*AXES, "excess"):
+            values = list(source.values(context, row["k"], row["method"], metric).values())
+            estimate = paired_difference(values, [0.0] * len(values), seed=0) if len(values) > 1 and any(values) else None
+            small = () if estimate is None else (f"[{significant(estimate.low)}, {significant(estimate.high)}]",)
+            found.append(entry(row[metric], None, error=row.get(f"{metric}_se"), small=small))
+        if not row["windows"]:
+            found[0] = Entry("failed")
+        bits = row["bits"]
+        width = (number(bits / row["head_dim"], 2),) if bits is not None and row["head_dim"] else ()
+        entries = (
+            _name(row),
+            Entry() if bits is None else entry(bits, 1, small=width),
+            *found,
+            entry(row["recall"], 3, error=row["recall_se"]),
+            entry(row["rows"], 1),
+            Entry(f"{row['windows']}", row["windows"]),
+        )
+        table.append(Row(entries, control=bool(row["control"])))
+    return Table(f"errors-{context}-k{k}", f"Errors at {setting(context, k)}", where, columns, tuple(table), LEGEND)
+
+
+def _squared(context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str) -> Table:
+    metrics = {"squared_error_dense": "squared error to dense", "squared_error_exact": "to exact top-k", "squared_excess": "squared excess"}
+    titles = (*metrics.values(), "declared bits", "channels", "candidate rows")
+    table = []
+    for row in rows:
+        entries = [_name(row), *(entry(row[metric], None, error=row[f"{metric}_se"]) for metric in metrics)]
+        entries += [entry(row["declared_bits"], 2), entry(row["active_channels"], 1), entry(row["candidate_rows"], 1)]
+        table.append(Row(tuple(entries), control=bool(row["control"])))
+    title = f"Squared errors and reads at {setting(context, k)}"
+    return Table(f"squared-{context}-k{k}", title, where, (Column("method"), *map(Column, titles)), tuple(table), collapsed=True)
+
+
+def _figure(context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str, styles: dict[str, Style]) -> list[Drawing]:
+    panels = []
+    for metric, label in AXES.items():
+        points = [
+            Point(
+                row["family"],
+                row["bits"],
+                row[metric],
+                row[f"{metric}_se"],
+                f"{row['method']}: {label} {entry(row[metric], None, error=row[f'{metric}_se']).text} at {number(row['bits'], 1)} bits",
+                row["name"] not in FIXED_DEPTH,
+            )
+            for row in rows
+            if not row["control"] and row["bits"] is not None and row[metric] is not None
+        ]
+        references = [
+            Reference("exact top-k", row[metric], True, f"exact top-k: {label} {significant(row[metric])}")
+            for row in rows
+            if row["name"] == "exact" and row["options"] == "{}" and row[metric] is not None
+        ]
+        panels.append(Panel(label, points, references, label, y_log=True))
+    title = f"error of attention outputs, {setting(context, k)}"
+    description = (
+        f"Error to dense attention and to exact top-k against scan bits at {setting(context, k)}. The numbers are in the table above."
+    )
+    drawing = draw_panels(f"fidelity-{context}-k{k}", title, description, where, panels, styles)
+    return [] if drawing is None else [drawing]
+
+
+def _equal_error(context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str) -> list[Table]:
+    found = equal_error(rows)
+    if not found:
+        return []
+    columns = (
+        Column("scan"),
+        Column("bits"),
+        Column("error to dense"),
+        Column("reached by", text=True),
+        Column("its bits"),
+        Column("its error"),
+    )
+    table = [
+        Row(
+            (
+                Entry(row["method"]),
+                entry(row["bits"], 1),
+                entry(row["error_dense"], None),
+                Entry(best["method"] if best else "none"),
+                entry(best["bits"], 1) if best else Entry(),
+                entry(best["error_dense"], None) if best else Entry(),
+                entry(row["bits"] / best["bits"], 2) if best else Entry(),
+            )
+        )
+        for row, best in found
+    ]
+    legend = "the read of variable depth with the fewest bits whose mean error to dense is no larger; nothing is interpolated"
+    title = f"Bits at equal error, {setting(context, k)}"
+    return [Table(f"equal-error-{context}-k{k}", title, where, (*columns, Column("bits ÷ its bits")), tuple(table), legend)]
+
+
+def _pairs(source: FidelitySource, context: int, k: int, where: str) -> list[Table]:
+    frame = source.pairs
+    frame = frame[(frame["context"] == context) & (frame["k"] == k)]
+    if not len(frame):
+        return []
+    columns = (
+        Column("method"),
+        Column("minus", text=True),
+        Column("error", text=True),
+        *map(Column, ("difference", "lower / ties / higher", "windows")),
+    )
+    table = []
+    for row in frame.to_dict("records"):
+        enough = row["windows"] >= MINIMUM_PAIRS
+        style = "above" if enough and row["high"] < 0 else "below" if enough and row["low"] > 0 else ""
+        entries = (
+            Entry(row["method"]),
+            Entry(row["other"]),
+            Entry(AXES[row["metric"]]),
+            difference(row["difference"], row["low"], row["high"], None, style=style),
+            Entry(f"{row['lower']} / {row['ties']} / {row['higher']}"),
+            Entry(f"{row['windows']}", row["windows"]),
+        )
+        table.append(Row(entries))
+    legend = (
+        "difference of errors paired by window with a 95 % bootstrap interval; coloured where it excludes zero and there are windows enough"
+    )
+    return [
+        Table(f"pairs-{context}-k{k}", f"Every two methods at {setting(context, k)}", where, columns, tuple(table), legend, collapsed=True)
+    ]
+
+
+def _failures(source: FidelitySource, rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = (Column("method"), Column("setting", text=True), Column("windows"), Column("first reason", text=True))
+    table = [
+        Row(
+            (
+                Entry(row["method"]),
+                Entry(setting(row["context"], None if row["k"] is None else int(row["k"]))),
+                Entry(f"{row['failures']}", row["failures"]),
+                Entry(str(row["failure"])[:500]),
+            )
+        )
+        for row in rows
+    ]
+    return Table("failures", "Failed windows", f"run {source.name}", columns, tuple(table))
+
+
+def _measures(source: FidelitySource) -> list[Measure]:
+    found = []
+    for row in source.rows:
+        k = None if row["k"] is None else int(row["k"])
+        for metric, title in AXES.items():
+            if row[metric] is not None and not (row["control"] and row[metric] == 0):
+                samples = source.values(row["context"], row["k"], row["method"], metric)
+                where = setting(row["context"], k)
+                found.append(Measure(where, row["method"], title, row[metric], row[f"{metric}_se"], samples, decimals=None))
+    return found
+
+
+def _facts(source: FidelitySource) -> list[Fact]:
+    found = []
+    for row in source.rows:
+        for metric in ("error_dense", "active_channels"):
+            if row[metric] is not None and not row["control"]:
+                k = None if row["k"] is None else int(row["k"])
+                found.append(Fact(metric, "", row["method"], row["context"], k, row[metric], row.get(f"{metric}_se")))
+    return found
+
+
+def _write(path: Path, source: FidelitySource, name: str) -> None:
+    frame: pd.DataFrame = getattr(source, name)
+    frame = frame.drop(columns=[column for column in ("name", "options") if column in frame])
+    frame.insert(0, "run", source.name)
+    path.write_text(results_csv([frame]), encoding="utf-8")

@@ -1,0 +1,101 @@
+"""The sentences about a fidelity run, generated from its numbers, and the reads at equal error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pandas as pd
+
+from fathom_eval.console import printable
+from fathom_eval.reports.cells import MINIMUM_PAIRS
+from fathom_eval.reports.curves import FIXED_DEPTH
+from fathom_eval.reports.wording import Remark, count, join, number, setting, significant
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def _scans(rows: Rows) -> list[Mapping[str, Any]]:
+    return [row for row in rows if not row["control"] and row["bits"] is not None and row["error_dense"] is not None]
+
+
+def frontier(rows: Rows) -> list[Mapping[str, Any]]:
+    """The scans that no other one beats in both bits and error, by bits."""
+    best: list[Mapping[str, Any]] = []
+    for row in sorted(_scans(rows), key=lambda row: (row["bits"], row["error_dense"])):
+        if not best or row["error_dense"] < best[-1]["error_dense"]:
+            best.append(row)
+    return best
+
+
+def equal_error(rows: Rows) -> list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Every scan of a fixed depth with the read of variable depth that reaches its error at the fewest bits; None where none does."""
+    scans = _scans(rows)
+    variable = [row for row in scans if row["name"] == "fathom"]
+    if not variable:
+        return []
+    found = []
+    for row in sorted((row for row in scans if row["name"] in FIXED_DEPTH), key=lambda row: row["bits"]):
+        reached = [other for other in variable if other["error_dense"] <= row["error_dense"]]
+        found.append((row, min(reached, key=lambda other: other["bits"], default=None)))
+    return found
+
+
+def answer(rows: Rows, settings: Sequence[tuple[int, int]], pairs: pd.DataFrame) -> str:
+    """Which scans no other one beats, and what separates them from the next by the paired interval.
+
+    Of many settings the first and the last are told.
+    """
+    parts = []
+    for context, k in settings if len(settings) <= 2 else (settings[0], settings[-1]):
+        here = [row for row in rows if row["context"] == context and row["k"] in (None, k)]
+        best = frontier(here)
+        if not best:
+            continue
+        oracle = [row["error_dense"] for row in here if row["name"] == "exact" and row["options"] == "{}"]
+        own = f"exact top-k itself differs from dense by {significant(oracle[0])}; " if oracle and oracle[0] is not None else ""
+        named = [f"{row['method']} ({number(row['bits'], 0)} bits, {significant(row['error_dense'])})" for row in best]
+        scans = _scans(here)
+        text = (
+            f"At {setting(context, k)} {own}of {count(len(scans), 'scan')} these are beaten by none in both bits and error: {join(named)}."
+        )
+        unclear = [
+            f"{left['method']} and {right['method']}"
+            for left, right in pairwise(best)
+            if not _separate(pairs, context, k, left["method"], right["method"])
+        ]
+        if unclear and len(best) > 1:
+            text += f" Not separated in error by these windows: {join(unclear)}."
+        parts.append(text)
+    if len(settings) > 2 and parts:
+        parts.append(f"The other {count(len(settings) - 2, 'setting')} stand below.")
+    return " ".join(parts)
+
+
+def _separate(pairs: pd.DataFrame, context: int, k: int, first: str, second: str) -> bool:
+    if not len(pairs):
+        return False
+    same = (pairs["context"] == context) & (pairs["k"] == k) & (pairs["metric"] == "error_dense") & (pairs["windows"] >= MINIMUM_PAIRS)
+    names = pairs["method"].isin([first, second]) & pairs["other"].isin([first, second])
+    found = pairs[same & names]
+    return bool(len(found) and (found["high"].iloc[0] < 0 or found["low"].iloc[0] > 0))
+
+
+def fidelity_remarks(rows: Rows, problems: Sequence[str], missing: Sequence[str], notes: Sequence[str], haystack: str) -> list[Remark]:
+    """What limits the numbers."""
+    found = []
+    windows = max((row["windows"] for row in rows), default=0)
+    if windows < MINIMUM_PAIRS:
+        found.append(Remark(f"{count(windows, 'window')}: fewer than {MINIMUM_PAIRS} separate no two methods, whatever a bootstrap says."))
+    if "python-docs" in haystack:
+        found.append(Remark("The text is python-docs, the documentation that ships with Python, not WikiText.", grave=True))
+    failed = [f"{row['method']} in {count(row['failures'], 'window')}" for row in rows if row["failures"]]
+    if failed:
+        found.append(Remark(f"Failed, and in no mean: {join(list(dict.fromkeys(failed)))}.", grave=True))
+    if missing:
+        found.append(Remark(f"The run is not complete: {count(len(missing), 'gap')} listed below. Differences use shared windows only."))
+    if problems:
+        damage = "; ".join(printable(problem) for problem in problems[:3])
+        found.append(Remark(f"{count(len(problems), 'damaged line')} of the records skipped: {damage}.", grave=True))
+    return found + [Remark(f"{note}.") for note in notes]

@@ -1,0 +1,175 @@
+"""Finding the records of a report: run directories, published ones with packed records, and the plain JSON lines of timing scripts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fathom_eval.console import printable
+from fathom_eval.errors import UserError
+from fathom_eval.run import MANIFEST, RECORDS, Run
+
+RUN_KINDS = ("ruler", "sessions", "fidelity")
+TIMING = "timing"
+# What the lines of a timing script say they are; a manifest may say so too.
+_TIMING_KINDS = frozenset(
+    {
+        "step",
+        "bench",
+        TIMING,
+        "kernel",
+        "kernels",
+        "link",
+        "rate",
+        "device",
+        "sweep",
+        "selection",
+        "pack",
+        "index in HBM",
+        "index in pinned host memory",
+    }
+)
+_MAX_LINE = 1 << 20
+
+
+class Records(Protocol):
+    """What a report needs of a run; :class:`~fathom_eval.run.Run` is one."""
+
+    manifest: dict[str, Any]
+    problems: list[str]
+
+    def iter_records(self) -> Iterator[dict[str, Any]]:
+        """The records, one at a time."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One run as a report meets it. ``name`` tells it from the other runs of the same report."""
+
+    name: str
+    kind: str
+    path: Path
+    records: Records
+
+
+@dataclass
+class LineRecords:
+    """Records that stand in JSON-lines files without a manifest, as the timing scripts print them."""
+
+    lines: list[dict[str, Any]]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def iter_records(self) -> Iterator[dict[str, Any]]:
+        """The records, one at a time."""
+        yield from self.lines
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+
+def load_runs(paths: Sequence[Path], stack: ExitStack) -> tuple[list[Loaded], list[str]]:
+    """Load every run once.
+
+    Args:
+        stack: Holds what must live as long as the records are read.
+
+    Returns:
+        The runs, and one line for each that could not be loaded.
+
+    Raises:
+        UserError: Not one of them could be loaded.
+    """
+    unique = list({path.resolve(): path for path in paths}.values())
+    loaded, errors = [], []
+    for path in unique:
+        same_name = [other for other in unique if other.resolve().name == path.resolve().name]
+        name = printable(path.resolve().name if len(same_name) == 1 else path)
+        try:
+            records = _records(path, stack)
+            loaded.append(Loaded(name, _kind(path, records), path, records))
+        except UserError as error:
+            errors.append(str(error))
+    if not loaded:
+        raise UserError("; ".join(errors))
+    return loaded, errors
+
+
+def _records(path: Path, stack: ExitStack) -> Records:
+    if path.is_file() and path.suffix == ".jsonl":
+        return _read_lines([path])
+    if path.is_dir() and not (path / MANIFEST).exists():
+        files = sorted(path.glob("*.jsonl"))
+        if files:
+            return _read_lines(files)
+    packed = path / f"{RECORDS}.gz"
+    if packed.is_file() and (path / MANIFEST).is_file() and not (path / RECORDS).exists():
+        path = _unpacked(path, packed, stack)
+    return Run.load(path)
+
+
+def _unpacked(path: Path, packed: Path, stack: ExitStack) -> Path:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fathom-eval-"))) / path.resolve().name
+    try:
+        folder.mkdir()
+        shutil.copyfile(path / MANIFEST, folder / MANIFEST)
+        with gzip.open(packed, "rb") as source, (folder / RECORDS).open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except (OSError, EOFError) as error:
+        raise UserError(f"{packed} cannot be unpacked: {error}") from error
+    return folder
+
+
+def _read_lines(files: Sequence[Path]) -> LineRecords:
+    found = LineRecords([])
+    for file in files:
+        try:
+            text = file.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line) if len(line) < _MAX_LINE else None
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                found.lines.append(record)
+            else:
+                found.problems.append(f"{file}: line {number} is damaged and is skipped")
+    if not found.lines:
+        raise UserError(f"{files[0]} has no records")
+    devices = [record for record in found.lines if record.get("kind") == "device"]
+    if devices:
+        found.manifest = {"kind": TIMING, "device": devices[-1].get("name"), "versions": {"torch": devices[-1].get("torch")}}
+    return found
+
+
+def _kind(path: Path, records: Records) -> str:
+    manifest_kind = records.manifest.get("kind")
+    first: Mapping[str, Any] = next(records.iter_records(), {})
+    # The records decide; where there are none the manifest says what they would have been.
+    for kind in (first.get("kind"), manifest_kind):
+        if kind in RUN_KINDS:
+            found = str(kind)
+            break
+        if isinstance(kind, str) and kind in _TIMING_KINDS:
+            found = TIMING
+            break
+    else:
+        shown = printable(manifest_kind if manifest_kind is not None else first.get("kind"))[:80]
+        raise UserError(f"{path} is a run of kind '{shown}': this version makes reports of {', '.join((*RUN_KINDS, TIMING))}")
+    if not len(records):
+        damage = f" ({len(records.problems)} damaged lines)" if records.problems else ""
+        raise UserError(f"{path} has no records yet{damage}: run 'fathom-eval {printable(manifest_kind)} … --output {path}' to fill it")
+    return found

@@ -1,0 +1,170 @@
+"""What a report knows of one run of agent sessions: its steps and cells, and the sentences about them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fathom_eval.errors import UserError
+from fathom_eval.reports.cells import MINIMUM_PAIRS
+from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of
+from fathom_eval.reports.gaps import Cell as GapCell
+from fathom_eval.reports.gaps import gaps, planned
+from fathom_eval.reports.loading import Loaded, Records
+from fathom_eval.reports.session_cells import Pair, Role, SessionCell, Step, compute_session_cells, read_steps
+from fathom_eval.reports.wording import Remark, count, join, number, signed
+
+
+@dataclass(frozen=True)
+class SessionSource:
+    """One run of sessions as a report sees it. ``name`` tells it from the other runs of the same report."""
+
+    name: str
+    run: Records
+    steps: Sequence[Step]
+    notes: Sequence[str]
+
+    @cached_property
+    def _computed(self) -> tuple[list[SessionCell], list[Pair]]:
+        return compute_session_cells(self.steps, self.baseline)
+
+    @property
+    def cells(self) -> list[SessionCell]:
+        """One cell a k and method."""
+        return self._computed[0]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Every two methods at each k."""
+        return self._computed[1]
+
+    @cached_property
+    def baseline(self) -> str | None:
+        """Label of the method that the others are compared with: what the run's last start names, if it is measured."""
+        named = fact({"settings": last_settings(self.run.manifest)}, "baseline")
+        scans = [step.method.label for step in self.steps if step.method.role is Role.SCAN]
+        return named if named in scans else next(iter(scans), None)
+
+    @property
+    def k_values(self) -> list[int | None]:
+        """The k, ascending; None alone where a run has dense attention only."""
+        return list(dict.fromkeys(cell.k for cell in self.cells))
+
+    @property
+    def sessions(self) -> int:
+        """Sessions with records."""
+        return len({step.session for step in self.steps})
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return model_of(self.run.manifest)
+
+    @property
+    def tokens(self) -> str:
+        """The range of tokens that a session holds, in words; empty where unknown."""
+        return re.sub(r"\d+", lambda found: f"{int(found[0]):,}", fact(self.run.manifest, "session_tokens").replace(":", " to "))
+
+    @property
+    def trajectories(self) -> str:
+        """The name of the set of trajectories."""
+        return fact(self.run.manifest, "trajectories") or "an unnamed set"
+
+    @property
+    def scripted(self) -> bool:
+        """Whether the trajectories are those of the built-in scripted agent."""
+        named = self.run.manifest.get("trajectories")
+        return isinstance(named, Mapping) and bool(named.get("scripted"))
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """What the run lacks of what its last start asked for, and where a method has fewer sessions than others."""
+        present = Counter(("session", step.context, step.k, step.method.label) for step in self.steps)
+        expected: dict[GapCell, int] = {}
+        contexts = {step.context for step in self.steps}
+        for key in present:
+            expected[key] = len({step.session for step in self.steps if step.context == key[1]})
+        for key, amount in planned(last_settings(self.run.manifest), "sessions", contexts).items():
+            expected[key] = max(expected.get(key, 0), amount)
+        return [line.replace(" on session at ", " at ") for line in gaps(expected, present, "sessions")]
+
+
+def session_source(records: Records, name: str) -> SessionSource:
+    """A run that has records. Raises UserError where not one is of this kind."""
+    steps, notes = read_steps(records.iter_records())
+    if not steps:
+        raise UserError(f"{name} holds no record of kind 'sessions': {'; '.join(notes)}")
+    return SessionSource(name, records, steps, notes)
+
+
+def load_session_source(loaded: Loaded) -> SessionSource:
+    """The run as a report sees it. Raises UserError where not one record is of this kind."""
+    return session_source(loaded.records, loaded.name)
+
+
+def mark(cell: SessionCell) -> str:
+    """The sign that stands beside an agreement; readable without colour."""
+    found = cell.against_baseline
+    return "" if found is None else "▼" if found.below else "▲" if found.above else ""
+
+
+def session_remarks(source: SessionSource) -> list[Remark]:
+    """What limits the numbers."""
+    found = []
+    if source.scripted:
+        text = "The trajectories are scripted: no model wrote the recorded steps. They show how the command works, not how methods do."
+        found.append(Remark(text, grave=True))
+    floor = [f"{cell.method.label} {number(cell.agreement)}" for cell in source.cells if cell.method.role is Role.NOISE and cell.agreement]
+    if floor:
+        text = f"Noise floor, agreement of a branch with itself in another batch: {join(list(dict.fromkeys(floor)))}."
+        found.append(Remark(text))
+    if source.sessions < MINIMUM_PAIRS:
+        found.append(Remark(f"{count(source.sessions, 'session')}: fewer than {MINIMUM_PAIRS} separate no two methods."))
+    failed = sum(step.failed for step in source.steps)
+    if failed:
+        found.append(Remark(f"{count(failed, 'step')} failed and are in no mean; steps.csv names them.", grave=True))
+    if source.missing:
+        shown = "; ".join(source.missing[:3]) + ("; …" if len(source.missing) > 3 else "")
+        found.append(Remark(f"Not every session is measured: {shown}. Comparisons use shared sessions only."))
+    if source.run.problems:
+        found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
+    return found + [Remark(f"{note}.") for note in source.notes]
+
+
+def subject(source: SessionSource) -> str:
+    """What was compared."""
+    scans = {cell.method for cell in source.cells if cell.method.role is Role.SCAN}
+    devices = join(devices_of(source.run.manifest))
+    length = f" of {source.tokens} tokens" if source.tokens else ""
+    return (
+        f"{count(len(scans), 'scan')} of {source.model}{f' on {devices}' if devices else ''}: the agent's next step in "
+        f"{count(source.sessions, 'session')}{length} made of {source.trajectories} trajectories, compared with the step of exact top-k "
+        "at the same k."
+    )
+
+
+def answer(source: SessionSource) -> str:
+    """Which scans agree most with exact top-k at each k, and which separate from the baseline."""
+    parts = []
+    for k in source.k_values:
+        scans = [cell for cell in source.cells if cell.k == k and cell.method.role is Role.SCAN and cell.agreement is not None]
+        if not scans or k is None:
+            continue
+        best = max(scans, key=lambda cell: cell.agreement or 0.0)
+        error = "" if best.standard_error is None else f" ± {number(best.standard_error)}"
+        bits = "" if best.bits is None else f" at {number(best.bits, 0)} bits"
+        text = f"At k = {k:,} {best.method.label} agrees most with exact top-k, {number(best.agreement)}{error}{bits}."
+        compared = [(cell, cell.against_baseline) for cell in scans if cell.against_baseline is not None]
+        above = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.above]
+        below = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.below]
+        if above:
+            text += f" Above {source.baseline} by the paired interval: {join(above)}."
+        if below:
+            text += f" Below it: {join(below)}." if above else f" Below {source.baseline} by the paired interval: {join(below)}."
+        if compared and not above and not below:
+            text += f" No scan separates from {source.baseline} by these sessions."
+        parts.append(text)
+    return " ".join(parts)

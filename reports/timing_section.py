@@ -1,0 +1,361 @@
+"""Decode steps and kernels on a GPU as a section of a report: time against context, where it goes, and how far it is from the floor."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fathom_eval.console import printable
+from fathom_eval.errors import UserError
+from fathom_eval.reports.canvas import Style, slug
+from fathom_eval.reports.curves import Panel, Point, draw_panels
+from fathom_eval.reports.document import Block, Column, Entry, Fact, Item, Measure, Row, Section, Table, entry
+from fathom_eval.reports.facts import devices_of, fact, provenance_of, starts_of
+from fathom_eval.reports.glossary import glossary
+from fathom_eval.reports.grids import Bar, draw_bars
+from fathom_eval.reports.kernel_tables import kernel_answer, kernel_blocks
+from fathom_eval.reports.loading import Loaded, Records
+from fathom_eval.reports.tables import results_csv
+from fathom_eval.reports.wording import Remark, count, join, number, significant
+
+_MB = 1e6
+Place = tuple[str, int, int, int, int]
+"""Where the index lies, batch, k, sessions side by side, lanes."""
+
+
+@dataclass(frozen=True)
+class TimingSource:
+    """Timings as a report sees them."""
+
+    name: str
+    run: Records
+    steps: Sequence[Mapping[str, Any]]
+    others: Sequence[Mapping[str, Any]]
+
+    @cached_property
+    def device(self) -> str:
+        """The devices named by the records or the manifest."""
+        named = [printable(step["device"]) for step in self.steps if step.get("device")] or devices_of(self.run.manifest)
+        return ", ".join(dict.fromkeys(named))
+
+    @cached_property
+    def model(self) -> str:
+        """The model whose shape was timed; empty where unknown."""
+        named = [str(step["model"]) for step in self.steps if isinstance(step.get("model"), str)]
+        return printable(named[0]) if named else fact(self.run.manifest, "model", "shape")
+
+    @property
+    def families(self) -> list[str]:
+        """Every method is a line of its own."""
+        return list(dict.fromkeys(method_of(step) for step in self.steps))
+
+    @property
+    def places(self) -> list[Place]:
+        """Every setting that spans contexts."""
+        return sorted({place_of(step) for step in self.steps}, key=lambda place: (place[0] != "host", place))
+
+
+def timing_source(loaded: Loaded) -> TimingSource:
+    """The timings. Raises UserError where there are none."""
+    steps, others = [], []
+    for record in loaded.records.iter_records():
+        timed = time_of(record) is not None and isinstance(record.get("context"), int)
+        if record.get("kind") == "step" and timed:
+            steps.append(record)
+        else:
+            others.append(record)
+    if not steps and not any(value(record, "ms") is not None for record in others):
+        raise UserError(f"{loaded.path} holds no timings")
+    return TimingSource(loaded.name, loaded.records, steps, others)
+
+
+def timing_section(source: TimingSource, anchor: str, styles: dict[str, Style]) -> Section:
+    """The timings with everything that a report shows of them."""
+    blocks = [_block(source, anchor, number, place, styles) for number, place in enumerate(source.places)]
+    blocks += kernel_blocks(source.others, anchor, f"run {source.name} · {source.device}")
+    manifest = source.run.manifest
+    return Section(
+        anchor=anchor,
+        name=source.name,
+        kind="timing",
+        model=source.model,
+        device=source.device,
+        subject=_subject(source),
+        answer=_answer(source),
+        remarks=_remarks(source),
+        blocks=blocks,
+        measures=_measures(source),
+        facts=_facts(source),
+        glossary=glossary("timing"),
+        provenance=provenance_of(manifest),
+        starts=starts_of(manifest),
+        identity=str(manifest.get("identity_sha256", "")),
+        manifest=manifest,
+        data={"results.csv": partial(_write, source=source)},
+    )
+
+
+def value(record: Mapping[str, Any], name: str) -> float | None:
+    """A number of a record; None where it is missing or no number."""
+    found = record.get(name)
+    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found) else None
+
+
+def time_of(step: Mapping[str, Any]) -> float | None:
+    """GPU milliseconds of a step; those of the clock where there was no GPU."""
+    gpu = value(step, "gpu_ms")
+    return value(step, "wall_ms") if gpu is None else gpu
+
+
+def method_of(step: Mapping[str, Any]) -> str:
+    """The label of a step's method; a rerank that the label does not name is added."""
+    label = printable(step.get("label") or step.get("method"))
+    rerank = value(step, "rerank")
+    return f"{label} rerank={rerank:g}" if rerank is not None and rerank > 1 and "rerank" not in label else label
+
+
+def place_of(step: Mapping[str, Any]) -> Place:
+    """Where the index of a step lies, its batch and k."""
+    index = printable(step.get("index") or "unknown")
+    batch, sessions, lanes = (int(value(step, name) or 1) for name in ("batch", "sessions", "lanes"))
+    return index, batch, int(value(step, "k") or 0), sessions, lanes
+
+
+def _words(place: Place) -> str:
+    index, batch, k, sessions, lanes = place
+    where = {"host": "index in host memory", "hbm": "index in HBM"}.get(index, f"index: {index}")
+    more = f", {sessions} sessions side by side" if sessions > 1 else ""
+    more += f", {lanes} lanes" if lanes > 1 else ""
+    return f"{where}, batch {batch}, k = {k:,}{more}"
+
+
+def _valid(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [step for step in steps if not step.get("void")]
+
+
+def _here(source: TimingSource, place: Place) -> list[Mapping[str, Any]]:
+    return sorted((step for step in source.steps if place_of(step) == place), key=lambda step: (step["context"], time_of(step)))
+
+
+def _block(source: TimingSource, anchor: str, number_: int, place: Place, styles: dict[str, Style]) -> Block:
+    steps = _here(source, place)
+    where = " · ".join(part for part in (f"run {source.name}", source.model, _words(place), source.device) if part)
+    more = "".join(f"-{letter}{amount}" for letter, amount in (("s", place[3]), ("l", place[4])) if amount > 1)
+    stem = slug(f"{place[0]}-b{place[1]}-k{place[2]}{more}", set())
+    items: list[Item] = []
+    curve = _curve(stem, place, steps, where, styles)
+    bars = _bars(stem, steps, where)
+    items += [drawing for drawing in (curve, bars) if drawing is not None]
+    items += [_step_table(stem, place, steps, where), _parts_table(stem, steps, where)]
+    return Block(f"{anchor}-step-{number_}", f"Decode step, {_words(place)}", items)
+
+
+def _curve(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str, styles: dict[str, Style]) -> Any:
+    def points(of: str, text: str) -> list[Point]:
+        found = []
+        for step in _valid(steps):
+            amount = time_of(step) if of == "time" else _ratio(step)
+            if amount is not None:
+                tip = f"{method_of(step)}, {step['context']:,} tokens: {text} {significant(amount)}"
+                found.append(Point(method_of(step), float(step["context"]), amount, None, tip, joined=True))
+        return found
+
+    clock = "GPU" if any(value(step, "gpu_ms") is not None for step in steps) else "wall"
+    label = "tokens of context"
+    panels = [
+        Panel(f"{clock} time of a step", points("time", f"{clock} ms"), [], "ms", label, y_log=True),
+        Panel("GPU time over its floor", points("ratio", "times the floor"), [], "× floor", label),
+    ]
+    description = (
+        f"GPU time of a decode step against context, and its ratio to the floor; {_words(place)}. The numbers are in the table below."
+    )
+    return draw_panels(f"step-{stem}", f"decode step, {_words(place)}", description, where, [one for one in panels if one.points], styles)
+
+
+def _bars(stem: str, steps: Sequence[Mapping[str, Any]], where: str) -> Any:
+    split = [step for step in _valid(steps) if isinstance(step.get("parts_ms"), Mapping) and step["parts_ms"]]
+    if not split:
+        return None
+    longest = max(step["context"] for step in split)
+    bars = [
+        Bar(method_of(step), [(printable(name), float(ms)) for name, ms in step["parts_ms"].items() if ms], value(step, "floor_ms"))
+        for step in split
+        if step["context"] == longest
+    ]
+    title = f"where the time goes at {longest:,} tokens"
+    description = (
+        f"GPU milliseconds of a step by component at {longest:,} tokens, with the floor marked. The numbers are in the table below."
+    )
+    return draw_bars(f"parts-{stem}", title, description, where, bars, "GPU ms of a step", "floor")
+
+
+def _ratio(step: Mapping[str, Any]) -> float | None:
+    gpu, floor = value(step, "gpu_ms"), value(step, "floor_ms")
+    return gpu / floor if gpu is not None and floor else None
+
+
+def _reference(steps: Sequence[Mapping[str, Any]], context: int) -> Mapping[str, Any] | None:
+    """The read of variable depth that the others are set against: its mean budget of 48, or the fastest."""
+    own = [step for step in _valid(steps) if step["context"] == context and str(step.get("method", "")).startswith("fathom")]
+    return next((step for step in own if "48" in method_of(step)), own[0] if own else None)
+
+
+def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
+    titles = (
+        "context",
+        "GPU ms",
+        "wall ms",
+        "floor ms",
+        "GPU ÷ floor",
+        "× Fathom",
+        "scan bits",
+        "channels",
+        "link MB",
+        "rows MB",
+        "link GB/s",
+    )
+    columns = (Column("method"), *(Column(title, "10th to 90th percentile" if title == "wall ms" else "") for title in titles))
+    columns = (*columns, Column("notes", text=True))
+    rows = []
+    for step in steps:
+        reference = _reference(steps, step["context"])
+        gpu, base = value(step, "gpu_ms"), time_of(reference) if reference else None
+        low, high = value(step, "wall_ms_p10"), value(step, "wall_ms_p90")
+        spread = (f"{significant(low)}–{significant(high)}",) if low is not None and high is not None else ()
+        megabytes = [None if (found := value(step, name)) is None else found / _MB for name in ("link_bytes", "rows_bytes")]
+        entries = (
+            Entry(method_of(step)),
+            Entry(f"{step['context']:,}", step["context"]),
+            entry(gpu, None),
+            entry(value(step, "wall_ms"), None, small=spread),
+            entry(value(step, "floor_ms"), None),
+            entry(_ratio(step), 2),
+            entry((time_of(step) or 0.0) / base if base else None, 2),
+            entry(value(step, "scan_bits"), 1),
+            entry(value(step, "active_channels"), 1),
+            entry(megabytes[0], 1),
+            entry(megabytes[1], 1),
+            entry(value(step, "link_gb_s"), 1),
+            Entry("; ".join(_notes(step))),
+        )
+        rows.append(Row(entries, control=bool(step.get("void"))))
+    legend = "× Fathom: GPU time over that of Fathom's 48-bit read in the same setting; void rows are in no figure"
+    return Table(f"steps-{stem}", f"Decode step, {_words(place)}", where, columns, tuple(rows), legend)
+
+
+def _aliased(step: Mapping[str, Any]) -> float:
+    """Layers that have no buffers of their own."""
+    layers, apart = value(step, "layers"), value(step, "distinct_layers")
+    return value(step, "aliased_layers") or (layers - apart if layers is not None and apart is not None else 0.0)
+
+
+def _notes(step: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if step.get("void"):
+        reason = step.get("void_reason") or ("" if step["void"] is True else step["void"])
+        notes.append(f"void: {printable(reason)}" if reason else "void")
+    aliased = _aliased(step)
+    if aliased:
+        notes.append(f"{aliased:g} layers share buffers")
+    if step.get("synthetic"):
+        notes.append("synthetic K/V")
+    return notes
+
+
+def _parts_table(stem: str, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
+    names = list(dict.fromkeys(name for step in steps if isinstance(step.get("parts_ms"), Mapping) for name in step["parts_ms"]))
+    columns = (Column("method"), Column("context"), *(Column(printable(name), "ms") for name in names), Column("sum", "ms"))
+    rows = []
+    for step in steps:
+        if isinstance(step.get("parts_ms"), Mapping):
+            parts = [value(step["parts_ms"], name) for name in names]
+            total = sum(part for part in parts if part is not None)
+            cells = (*(entry(part, None) for part in parts), entry(total, None))
+            rows.append(Row((Entry(method_of(step)), Entry(f"{step['context']:,}", step["context"]), *cells)))
+    return Table(f"parts-{stem}", "GPU milliseconds by component", where, columns, tuple(rows), collapsed=True)
+
+
+def _subject(source: TimingSource) -> str:
+    on = f" on {source.device}" if source.device else ""
+    if not source.steps:
+        return f"Times of {count(len([one for one in source.others if value(one, 'ms') is not None]), 'kernel measurement')}{on}."
+    contexts = sorted({step["context"] for step in source.steps})
+    span = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
+    shape = f" of the shape of {source.model}" if source.model else ""
+    return f"Decode steps of {count(len(source.families), 'method')}{shape}{on}, at {span} tokens of context."
+
+
+def _answer(source: TimingSource) -> str:
+    parts = [] if source.steps else [kernel_answer(source.others)]
+    for place in source.places:
+        steps = _valid(_here(source, place))
+        if not steps:
+            continue
+        context = max(step["context"] for step in steps)
+        here = [step for step in steps if step["context"] == context]
+        reference = _reference(here, context)
+        if reference is None:
+            continue
+        base, own = time_of(reference) or math.nan, _ratio(reference)
+        clock = "GPU time" if value(reference, "gpu_ms") is not None else "wall-clock time, without a GPU"
+        floor = "" if own is None else f", {number(own, 2)} times its floor"
+        others = [f"{method_of(step)} {number((time_of(step) or math.nan) / base, 2)}×" for step in here if step is not reference]
+        compared = f" The others take, as a multiple of it: {join(others)}." if others else ""
+        own_time = f"{method_of(reference)} takes {significant(base)} ms of {clock}{floor}"
+        parts.append(f"With the {_words(place)}, at {context:,} tokens: {own_time}.{compared}")
+    return " ".join(parts)
+
+
+def _remarks(source: TimingSource) -> list[Remark]:
+    found = []
+    void = [step for step in source.steps if step.get("void")]
+    if void:
+        found.append(
+            Remark(f"{count(len(void), 'step')} void: the clock or the device was not steady, so they are in no figure.", grave=True)
+        )
+    if any(_aliased(step) for step in source.steps):
+        found.append(Remark("In some steps layers share buffers because host memory did not hold them all; their rows say so."))
+    ratios = [
+        (value(step, "wall_ms") or 0) / (value(step, "gpu_ms") or math.inf) for step in _valid(source.steps) if value(step, "wall_ms")
+    ]
+    if ratios:
+        found.append(Remark(f"Wall-clock is {number(min(ratios), 2)} to {number(max(ratios), 2)} times GPU time."))
+    if source.run.problems:
+        found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
+    return found
+
+
+def _measures(source: TimingSource) -> list[Measure]:
+    return [
+        Measure(f"{step['context']:,} tokens, {_words(place_of(step))}", method_of(step), "ms", time_of(step) or 0.0, decimals=None)
+        for step in _valid(source.steps)
+    ]
+
+
+def _facts(source: TimingSource) -> list[Fact]:
+    found: list[Fact] = []
+    by_quantity: dict[str, str] = defaultdict(str, gpu_ms="gpu_ms", wall_ms="wall_ms")
+    for step in _valid(source.steps):
+        index, batch, k, sessions, lanes = place_of(step)
+        for name, quantity in by_quantity.items():
+            amount = value(step, name)
+            if amount is not None and batch == sessions == lanes == 1:
+                found.append(Fact(quantity, "", method_of(step), step["context"], k, amount, None, index))
+    return found
+
+
+def _write(path: Path, source: TimingSource) -> None:
+    rows = []
+    for record in (*source.steps, *source.others):
+        flat = {name: one for name, one in record.items() if not isinstance(one, (Mapping, list))}
+        parts = record.get("parts_ms")
+        flat |= {f"parts_ms.{name}": ms for name, ms in parts.items()} if isinstance(parts, Mapping) else {}
+        rows.append({"run": source.name, **{printable(name): one for name, one in flat.items()}})
+    path.write_text(results_csv([pd.DataFrame(rows)]), encoding="utf-8")

@@ -1,0 +1,103 @@
+"""Decode steps and kernels: what is taken from flat records, and what is kept out of figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathom_eval.errors import UserError
+from fathom_eval.reports import build_report
+from tests.reports.made_records import timing_records, write_run
+from tests.reports.pages import data, every_file, read_page, table
+
+PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "kernels-h200"
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_steps_of_a_file_of_lines(tmp_path: Path) -> None:
+    files = build_report([lines(tmp_path / "steps.jsonl", timing_records())], tmp_path / "out")
+    assert {path for path in (tmp_path / "out").rglob("*") if path.is_file()} == every_file(files)
+    page = read_page(files)
+    page.check()
+    assert "Decode steps of 6 methods on NVIDIA H200, at 32,768 to 1,048,576 tokens of context." in page.words
+    assert "With the index in host memory, batch 1, k = 512, at 1,048,576 tokens: fathom 48 takes" in page.words
+    steps = table(files, "steps-host-b1-k512")
+    assert len(steps) == 3 * 6
+    own = {row["method"]: row for row in steps if row["context"] == "1048576"}
+    assert float(own["channels 32"]["× Fathom"]) == pytest.approx(float(own["channels 32"]["GPU ms"]) / float(own["fathom 48"]["GPU ms"]))
+    assert float(own["fathom 48"]["GPU ÷ floor"]) == pytest.approx(float(own["fathom 48"]["GPU ms"]) / float(own["fathom 48"]["floor ms"]))
+    assert own["fathom 48"]["notes"] == "18 layers share buffers"
+    parts = table(files, "parts-host-b1-k512")
+    assert float(parts[0]["sum"]) == pytest.approx(float(steps[0]["GPU ms"]))
+    assert {path.stem for path in files.figures} == {f"{kind}-{index}-b1-k512" for kind in ("step", "parts") for index in ("host", "hbm")}
+    assert data(files, "results.csv")[0]["parts_ms.topk"]
+
+
+def test_void_steps_are_named_and_in_no_figure(tmp_path: Path) -> None:
+    files = build_report([lines(tmp_path / "steps.jsonl", timing_records(indexes=("host",)))], tmp_path / "out")
+    [row] = [row for row in table(files, "steps-host-b1-k512") if row["notes"] == "void"]
+    assert (row["method"], row["context"]) == ("landmark", "32768")
+    figure = next(path for path in files.figures if path.name == "step-host-b1-k512.svg").read_text(encoding="utf-8")
+    assert "landmark, 131,072 tokens" in figure
+    assert "landmark, 32,768 tokens" not in figure
+    assert "1 step void" in read_page(files).words
+
+
+def test_the_paper_stands_beside_as_other_model_or_other_hardware(tmp_path: Path) -> None:
+    records = [{**record, "model": "Qwen/Qwen3-8B"} for record in timing_records(indexes=("host",))]
+    files = build_report([lines(tmp_path / "steps.jsonl", records)], tmp_path / "out")
+    rows = {(row["method"], row["setting"], row["quantity"]): row for row in table(files, "paper")}
+    own = rows["fathom 48", "1,048,576 tokens, k = 512", "GPU ms host"]
+    assert (own["paper"], own["table"], own["match"]) == ("177.0", "2", "other hardware")
+    assert rows["channels 32", "131,072 tokens, k = 512", "GPU ms host"]["paper"] == "73.0"
+    files = build_report([lines(tmp_path / "unnamed.jsonl", timing_records(indexes=("host",)))], tmp_path / "out")
+    assert {row["match"] for row in table(files, "paper")} == {"other model"}
+
+
+def test_kernel_records_that_are_published(tmp_path: Path) -> None:
+    files = build_report([PUBLISHED], tmp_path / "out")
+    page = read_page(files)
+    page.check()
+    assert "index in pinned host memory" in page.text
+    rows = table(files, "kernels-index-in-HBM")
+    assert {row["name"] for row in rows} >= {"fathom 48", "nibble 32 channels"}
+    assert {row["context"] for row in rows} == {"131072", "1048576"}
+
+
+def test_damaged_lines_are_counted_and_a_file_without_timings_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "steps.jsonl", timing_records(contexts=(32768,)))
+    path.write_text("{broken\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    files = build_report([path], tmp_path / "out")
+    assert files.warnings == (f"steps.jsonl: {path}: line 1 is damaged and is skipped",)
+    with pytest.raises(UserError, match="holds no timings"):
+        build_report([lines(tmp_path / "none.jsonl", [{"kind": "step"}])], tmp_path / "out")
+    with pytest.raises(UserError, match="has no records"):
+        build_report([lines(tmp_path / "empty.jsonl", [])], tmp_path / "out")
+
+
+def test_a_run_directory_of_the_bench_command(tmp_path: Path) -> None:
+    key = {"task": "qwen3-8b-shape", "sample": 0, "method_version": 1, "model": "qwen3-8b-shape", "layers": 36, "distinct_layers": 18}
+    steps = [
+        {**record, **key, "options": {"sessions": sessions}, "sessions": sessions, "aliased_layers": 0}
+        for record in timing_records(contexts=(131072,), indexes=("host",))
+        for sessions in (1, 2)
+    ]
+    steps[0] |= {"void": True, "void_reason": "the clock moved"}
+    link = {"kind": "link", "task": "rates", "context": 0, "sample": 0, "k": None, "method": "copy", "options": {}, "method_version": 1}
+    run = write_run(tmp_path / "bench", [*steps, {**link, "measure": "rates", "name": "copy", "ms": 4.8}], kind="bench")
+    files = build_report([run], tmp_path / "out")
+    page = read_page(files)
+    page.check()
+    assert "Decode steps of 6 methods of the shape of qwen3-8b-shape on NVIDIA H200" in page.words
+    assert {row["notes"] for row in table(files, "steps-host-b1-k512-s2")} == {"18 layers share buffers"}
+    assert table(files, "steps-host-b1-k512")[0]["notes"] == "void: the clock moved; 18 layers share buffers"
+    assert [row["name"] for row in table(files, "kernels-rates")] == ["copy"]
+    timed = [row for row in table(files, "paper") if row["quantity"].startswith("GPU")]
+    assert {row["match"] for row in timed} == {"other hardware"}
