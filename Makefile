@@ -1,7 +1,7 @@
 # `make help` lists the targets. Installing is done by .ci/install, which ends at once when nothing changed.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fmt clean distclean
+.PHONY: help install demo test versions lint fmt clean distclean
 MAKEFLAGS += --no-print-directory
 
 export PYTHON TORCH TORCH_INDEX
@@ -31,6 +31,9 @@ demo: install ## fetch the bundled model, run the RULER-style tasks on it, write
 test: ## run the tests (PYTEST_ARGS="-m 'not slow'" leaves the slow ones out)
 	@.ci/install test
 	$(PY) pytest $(PYTEST_ARGS)
+
+versions: ## run the fast tests at both ends of the supported versions (VERSIONS_ARGS="--python 3.12 --ends low")
+	python3 scripts/test_versions.py $(VERSIONS_ARGS)
 
 lint: ## ruff and mypy
 	@.ci/install dev

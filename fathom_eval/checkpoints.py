@@ -13,6 +13,7 @@ from pathlib import Path
 from fathom_eval.bundled import BUNDLED, bundled_folder
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.gguf_models import Say, converted_gguf, is_gguf, one_line
+from fathom_eval.hub import PATIENCE_SECONDS, hub_answers
 
 ACCEPTED = (
     ("NAME", f"a bundled model: {', '.join(BUNDLED)}"),
@@ -128,6 +129,9 @@ def _hub_snapshot(spec: str, offline: bool, revision: str | None, trust_remote_c
 
     patterns = [*_HUB_FILES, *(_HUB_CODE if trust_remote_code else ())]
     tried = f"'{spec}' is no bundled model ({', '.join(BUNDLED)}), no local folder or file"
+    network = "the network is not used (offline)"
+    if not (offline or is_offline_mode() or hub_answers()):
+        offline, network = True, f"the hub did not answer within {PATIENCE_SECONDS:g} s"
     try:
         return Path(
             snapshot_download(spec, revision=revision, allow_patterns=patterns, ignore_patterns=list(_HUB_NOT), local_files_only=offline)
@@ -140,7 +144,8 @@ def _hub_snapshot(spec: str, offline: bool, revision: str | None, trust_remote_c
         raise UserError(f"{tried}, and the hub has no model of that name (or it is private)") from None
     except errors.LocalEntryNotFoundError:
         wanted = "no hub model" if revision is None else f"no revision '{revision}' of it"
-        network = "the network is not used (offline)" if offline or is_offline_mode() else "the hub cannot be reached"
+        if not (offline or is_offline_mode()):
+            network = "the hub cannot be reached"
         raise UserError(f"{tried}, and there is {wanted} in the local hub cache; {network}") from None
     # What is left: network trouble in the middle of a download, a full or read-only disk.
     except Exception as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fathom_eval.branch_context import folded
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.step import Step
 from fathom_eval.selection import Policy, Selection, share_scores, top_mask
@@ -133,8 +134,15 @@ def _attend(method: Method, attended: Tensor, logits: Tensor, step: Step, mix: C
     if estimated.shape[:3] != logits.shape[:3] or values.shape[-2] != estimated.shape[-1]:
         raise ValueError(f"its remainder has logits of shape {tuple(estimated.shape)} and values of {tuple(values.shape)}")
     weights = torch.cat([logits, estimated], dim=-1).softmax(-1)
-    of_estimated = (weights[..., tokens:].unsqueeze(-2) @ values.float()).squeeze(-2)
-    return mix(weights[..., :tokens]) + of_estimated, weights[..., :tokens]
+    return mix(weights[..., :tokens]) + _mixed(weights[..., tokens:], values.float()), weights[..., :tokens]
+
+
+def _mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """Values of pseudo-keys, ``[R or 1, H, G or 1, c, D]``, weighted by ``[R, H, G, c]``, without a copy for every head of a group."""
+    if values.shape[2] > 1:
+        return (weights.unsqueeze(-2) @ values).squeeze(-2)
+    shared = values.squeeze(2)
+    return folded(weights, shared[0]) if len(shared) == 1 else weights @ shared
 
 
 def _reallocated(output: Tensor, scored: Scored, selected: Tensor, mean_value: Tensor, step: Step) -> Tensor:

@@ -10,8 +10,7 @@ PATIENCE_SECONDS = 2.0
 
 def hub_answers(patience: float = PATIENCE_SECONDS) -> bool:
     """Whether the hub answers anything, be it a refusal. False in the hub's offline mode."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     answered = threading.Event()
 

@@ -11,10 +11,9 @@ import torch
 
 from fathom_eval.branches import Branch
 from fathom_eval.errors import UserError
-from fathom_eval.kernels.pack import BLOCK
-from fathom_eval.planes import DECODED_LIMIT, SEGMENT_BLOCKS, PlaneSpec
+from fathom_eval.planes import PlaneSpec
 from fathom_eval.prefill import CHUNK
-from fathom_eval.stores import ExactSpec, LandmarkSpec, StoreSpec
+from fathom_eval.store_sizes import store_bytes
 
 if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
@@ -67,12 +66,12 @@ def estimate_memory(facts: ModelFacts, branches: Sequence[Branch], tokens: int, 
     decode_work = (
         3 * rows * facts.query_heads * tokens * 4  # scores, joined scores and what the selection sorts
         + rows * facts.query_heads * most * facts.head_dim * 2 * (item + 4)  # gathered K and V, and both in fp32
-        + 2 * one_layer_of_keys * 4  # dense attention and the oracle read fp32 copies
+        + 2 * one_layer_of_keys * 4  # dense attention, the oracle and sets of any size read fp32 copies
     )
     basis_work = 2 * one_layer_of_keys * 8 if any(isinstance(spec, PlaneSpec) and spec.basis == "klt" for spec, _ in stores) else 0
     return MemoryEstimate(
         prefix=2 * facts.layers * one_layer_of_keys * item,
-        stores=facts.layers * sum(_store_bytes(spec, facts, tokens - local, item) for spec, local in stores),
+        stores=facts.layers * sum(store_bytes(spec, facts, tokens - local, item) for spec, local in stores),
         tails=2 * facts.layers * rows * row * max_new_tokens * item,
         work=max(prefill_work, decode_work, basis_work),
     )
@@ -105,20 +104,3 @@ def free_bytes(device: torch.device) -> int | None:
 def gib(size: int) -> str:
     """Bytes as GiB, or MiB where that says more."""
     return f"{size / _GIB:.1f} GiB" if size >= _GIB // 2 else f"{size / 2**20:.0f} MiB"
-
-
-def _store_bytes(spec: StoreSpec, facts: ModelFacts, tokens: int, item: int) -> int:
-    """Bytes of one store in one layer."""
-    row, blocks = facts.kv_heads * facts.head_dim, max(tokens, 0) // BLOCK
-    if isinstance(spec, ExactSpec):
-        return 0
-    if isinstance(spec, LandmarkSpec):
-        return row * (blocks * BLOCK // spec.size) * 2
-    if not isinstance(spec, PlaneSpec):
-        return row * blocks * BLOCK * item  # a store of another package: no more than the keys themselves
-    full, rest = divmod(blocks, SEGMENT_BLOCKS)
-    total = 0
-    for count in [SEGMENT_BLOCKS] * full + [rest]:
-        decoded = row * spec.planes * count * BLOCK * 4
-        total += row * count * (spec.planes * 8 + 2) + (decoded if decoded <= DECODED_LIMIT else 0)
-    return total

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fathom_eval.batches import Batches, memory_for, unmeasured
 from fathom_eval.branches import Branch
 from fathom_eval.decode import BranchResult, decode
 from fathom_eval.methods import MethodSpec
 from fathom_eval.models import LoadedModel, ModelFacts
-from fathom_eval.prefill import Prefix, prefill
+from fathom_eval.observations import needed_observations
+from fathom_eval.prefill import prefill
 from fathom_eval.run import Run, record_key
 from fathom_eval.scoring import hits
+from fathom_eval.tasks.haystack import Haystack
 from fathom_eval.tasks.samples import Sample, SampleBuilder
+from fathom_eval.workers import Measured, ModelRequest
 
 PROTOCOL = 1
 """Raise it when the store, the selection or the decoding changes what is measured: it is part of every run's identity."""
@@ -65,26 +68,71 @@ def missing_units(run: Run, tasks: Sequence[str], contexts: Sequence[int], limit
     return units
 
 
-def evaluate(loaded: LoadedModel, builder: SampleBuilder, units: Sequence[Unit], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+def evaluate(
+    loaded: LoadedModel,
+    builder: SampleBuilder,
+    units: Sequence[Unit],
+    batch_size: int,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[list[dict[str, Any]]]:
     """Measure units one by one.
 
     Args:
         batch_size: The most branches that are decoded in one batch; all of them still share one prefill.
+        say: Takes a line for every batch that memory made smaller.
 
     Yields:
         The records of each sample, to be written together.
+
+    Raises:
+        UserError: The prefill of a sample does not fit into memory.
     """
+    batches = Batches(batch_size, say)
     for unit in units:
-        sample = builder.build(unit.task, unit.context, unit.index)
-        prefix = prefill(loaded, sample.prompt_ids)
-        records = []
-        for start in range(0, len(unit.branches), batch_size):
-            part = unit.branches[start : start + batch_size]
-            began = time.perf_counter()
-            results = decode(loaded, prefix, part, sample.max_new_tokens)
-            seconds = (time.perf_counter() - began) / len(part)
-            records += [_record(loaded, unit, sample, prefix, result, seconds) for result in results]
-        yield records
+        yield _measure(loaded, builder, unit, batches)
+
+
+def _measure(loaded: LoadedModel, builder: SampleBuilder, unit: Unit, batches: Batches) -> list[dict[str, Any]]:
+    sample = builder.build(unit.task, unit.context, unit.index)
+    with memory_for(f"the prefill of {len(sample.prompt_ids):,} tokens on {loaded.facts.device}"):
+        observations = needed_observations((branch.spec.method for branch in unit.branches), loaded.facts)
+        prefix = prefill(loaded, sample.prompt_ids, observations=observations)
+    results = batches.decode(lambda part: decode(loaded, prefix, part, sample.max_new_tokens), unit.branches)
+    return [_record(loaded, unit, sample, result, seconds) for result, seconds in results]
+
+
+@dataclass(frozen=True)
+class RulerWork:
+    """What a worker needs for any unit; see :mod:`fathom_eval.workers`."""
+
+    model: ModelRequest
+    haystack: Haystack
+    seed: int
+    decoys: int
+    chat_template: bool
+    batch_size: int
+
+    def builder(self, loaded: LoadedModel) -> SampleBuilder:
+        """The builder of the samples."""
+        return SampleBuilder(loaded.tokenizer, self.haystack, seed=self.seed, decoys=self.decoys, chat_template=self.chat_template)
+
+    def prepare(self, loaded: LoadedModel) -> Callable[[Unit], Measured]:
+        """See :class:`fathom_eval.workers.Work`."""
+        builder, notes = self.builder(loaded), list[str]()
+        batches = Batches(self.batch_size, notes.append)
+
+        def measure(unit: Unit) -> Measured:
+            notes.clear()
+            return Measured(_measure(loaded, builder, unit, batches), tuple(notes))
+
+        return measure
+
+
+def failed_records(loaded: LoadedModel, builder: SampleBuilder, unit: Unit, reason: str) -> list[dict[str, Any]]:
+    """The records of a unit that could not be measured."""
+    sample = builder.build(unit.task, unit.context, unit.index)
+    return [_record(loaded, unit, sample, unmeasured(branch, reason), 0.0) for branch in unit.branches]
 
 
 def _identity(task: str, context: int, index: int, branch: Branch) -> dict[str, Any]:
@@ -101,7 +149,7 @@ def _identity(task: str, context: int, index: int, branch: Branch) -> dict[str, 
     }
 
 
-def _record(loaded: LoadedModel, unit: Unit, sample: Sample, prefix: Prefix, result: BranchResult, seconds: float) -> dict[str, Any]:
+def _record(loaded: LoadedModel, unit: Unit, sample: Sample, result: BranchResult, seconds: float) -> dict[str, Any]:
     spec = result.branch.spec
     generation = loaded.tokenizer.decode(result.token_ids, skip_special_tokens=True)
     found = hits(generation, sample.gold)
@@ -118,7 +166,7 @@ def _record(loaded: LoadedModel, unit: Unit, sample: Sample, prefix: Prefix, res
         "new_tokens": len(result.token_ids),
         "finish": result.finish,
         "error": result.error,
-        "prompt_tokens": len(prefix.token_ids),
+        "prompt_tokens": len(sample.prompt_ids),
         "depths": list(sample.depths),
         "head_dim": loaded.facts.head_dim,
         "bits": result.bits,

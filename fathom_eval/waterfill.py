@@ -19,7 +19,7 @@ def channel_importance(query: Tensor, variance: Tensor) -> Tensor:
     return query.float().square().sum(-2) * variance
 
 
-def read_depths(importance: Tensor, budget: int, max_depth: int = 4, limits: Tensor | None = None) -> Tensor:
+def read_depths(importance: Tensor, budget: int | Tensor, max_depth: int = 4, limits: Tensor | None = None) -> Tensor:
     """Spend ``budget`` bits a key on the channels by reverse water-filling (Eq. 4).
 
     Eq. 4 gives channel j depth ``clip(round(log4(g_j / theta)), 0, max_depth)`` with the smallest theta whose depths fit the
@@ -30,7 +30,7 @@ def read_depths(importance: Tensor, budget: int, max_depth: int = 4, limits: Ten
 
     Args:
         importance: Non-negative ``[..., D]``.
-        budget: Code bits a key; what exceeds ``D * max_depth`` is not spent.
+        budget: Code bits a key; what exceeds ``D * max_depth`` is not spent. One for all, or integers that broadcast to ``[...]``.
         limits: Depths that single channels must not exceed, integers of the shape of ``importance`` or broadcast to it.
 
     Returns:
@@ -42,10 +42,12 @@ def read_depths(importance: Tensor, budget: int, max_depth: int = 4, limits: Ten
         missing = torch.arange(max_depth, device=importance.device) >= limits.unsqueeze(-1)
         thresholds = thresholds.masked_fill(missing, -1.0)  # behind all that a channel has, however unimportant
     ordered = thresholds.flatten(-2).sort(dim=-1, descending=True, stable=True)
-    count = min(budget, channels * max_depth)
+    count = channels * max_depth if isinstance(budget, Tensor) else min(budget, channels * max_depth)
     taken = ordered.indices[..., :count] // max_depth
     depths = torch.zeros_like(importance, dtype=torch.int64)
     spent = torch.ones_like(taken) if limits is None else (ordered.values[..., :count] >= 0).long()
+    if isinstance(budget, Tensor):
+        spent = spent * (torch.arange(count, device=importance.device) < budget.unsqueeze(-1))
     return depths.scatter_add_(-1, taken, spent)
 
 

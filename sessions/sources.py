@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom_eval.errors import UserError
+from fathom_eval.hub import PATIENCE_SECONDS, hub_answers
 from fathom_eval.sessions.json_stream import MAX_RECORD_BYTES, Piece, split_lines, split_values
 from fathom_eval.sessions.report import ReadReport
 from fathom_eval.sessions.safe_text import visible
@@ -291,10 +292,14 @@ def _event_files(root: Path, folder: Path, files: list[Path], report: ReadReport
 
 def _hub(spec: str, revision: str | None, report: ReadReport) -> Iterator[Record]:
     """Rows of all splits of a set of the hub. What goes wrong after the first row ends the stream and is reported."""
+    from huggingface_hub import is_offline_mode
+
     number = 0
     try:
         from datasets import load_dataset  # type: ignore[import-untyped]
 
+        if not (is_offline_mode() or hub_answers()):
+            raise ConnectionError(f"the hub did not answer within {PATIENCE_SECONDS:g} s")
         splits = load_dataset(spec, revision=revision, streaming=True)
         for split, rows in sorted(splits.items()):
             for number, row in enumerate(rows, start=1):

@@ -63,7 +63,7 @@ def test_help_fits_a_screen_and_has_an_example(
 def test_the_example_of_every_command_is_one_that_its_parser_takes(command: str) -> None:
     from fathom_eval.cli import build_parser
 
-    module = importlib.import_module(f"fathom_eval.commands.{command}")
+    module = importlib.import_module(f"fathom_eval.commands.{command.replace('-', '_')}")
     program, *arguments = shlex.split(module.EXAMPLE)
     assert (program, arguments[0]) == ("fathom-eval", command)
     assert build_parser().parse_args(arguments).command == command

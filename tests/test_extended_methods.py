@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,7 +41,13 @@ from tests.tiny import tiny_model
 
 FACTS = facts_of(3, 64)
 LSH = "magicpig:bits=4:tables=20"
-EXTENDED = ("h2o", "threshold", "threshold:margin=0.5:rerank=2", LSH, "h2o:recent=0:rerank=2", f"{LSH}:reallocate=true:sink=0")
+INDEXED = ("retrieval_attention:size=32:probes=0.3", "retrieval_attention:kind=hnsw:candidates=40")
+needs_faiss = pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")
+EXTENDED = (
+    *("h2o", "threshold", "threshold:margin=0.5:rerank=2", LSH, "h2o:recent=0:rerank=2", f"{LSH}:reallocate=true:sink=0"),
+    *("infllm", "infllm:rerank=2", "retroinfer_published:local=32", "retroinfer_published:local=32:retrieve=0.1:estimate=0"),
+    *(pytest.param(text, marks=needs_faiss) for text in INDEXED),
+)
 
 
 def observed(prefix: Prefix, group: int, specs: Sequence[MethodSpec], facts: ModelFacts) -> Prefix:
@@ -212,8 +219,15 @@ def toy(method: Method, **policy: Any) -> MethodSpec:
 # Decoding and fidelity
 
 
+INDEXES = INDEXED if importlib.util.find_spec("faiss") is not None else ()
 STATELESS = (
     *(parse_method(text) for text in ("threshold", "threshold:margin=0.3:rerank=2:share=group_max", LSH, f"{LSH}:attend=union")),
+    *(
+        parse_method(text)
+        for text in ("retroinfer", "retroinfer_published", "retroinfer_published:local=16:attend=union", "infllm", *INDEXES)
+    ),
+    *(parse_method(text) for text in ("shadowkv:outlier=2", "infinigen", "infinigen_published:dense_layers=none", "infinigen:query=own")),
+    *(parse_method(text) for text in ("fathom:by_ratio=true", "fathom:by_ratio=true:basis=raw:budget=90:local=20")),
     *(toy(method) for method in (Remainder(), Ahead(), Ratio(), Infinite(), Nothing())),
     toy(Infinite(), rerank=2.0, reallocate=True),
     toy(Infinite(), attend="union", keep_tail=True),
@@ -224,7 +238,8 @@ def test_a_position_gives_what_decoding_gives_there() -> None:
     loaded = tiny_model("qwen2", layers=3, query_heads=6, kv_heads=2, head_dim=16)
     ids, first = token_ids(loaded, 330), 240
     branches = [Branch(spec, k) for spec in STATELESS for k in (110, 150)]
-    prefix, layers = prefill(loaded, ids[: first + 1]), capture(loaded, ids, 330 - first)
+    needs = needed_observations((spec.method for spec in STATELESS), loaded.facts)
+    prefix, layers = prefill(loaded, ids[: first + 1], observations=needs), capture(loaded, ids, 330 - first, observations=needs)
     order = batch_order(branches, loaded.facts)
     outcomes = []
     for number, layer in enumerate(layers):
@@ -247,7 +262,8 @@ def test_a_position_gives_what_decoding_gives_there() -> None:
             for at, row in enumerate(order):
                 parts, label = outcomes[number][branches[row]], branches[row].spec.label
                 output, rows = (torch.cat([getattr(part, name) for part in parts])[position - first] for name in ("output", "rows"))
-                torch.testing.assert_close(output, expected[at], rtol=1e-4, atol=1e-5, msg=lambda text, label=label: f"{label}: {text}")
+                # Logits of 25 and values of 9: this is their rounding in fp32.
+                torch.testing.assert_close(output, expected[at], rtol=1e-4, atol=5e-5, msg=lambda text, label=label: f"{label}: {text}")
                 assert rows.sum() == batch.counts.rows[at] - before[at], label
 
 

@@ -35,6 +35,10 @@ FURTHER = (
     "quest",
     "quest:bits=4",
     "quest_published:dense_layers=none",
+    "shadowkv:outlier=2",
+    "retroinfer",
+    "infinigen",
+    "infinigen_published:dense_layers=none",
     "self_indexing",
     "kivi",
     "kivi:bits=4:group=64",
@@ -49,6 +53,8 @@ FURTHER = (
     "fathom:depths=measured:budget=56",
     "fathom:depths=measured:budget=56:basis=raw",
     "fathom:depths=measured:scales=fp8:codes=8bit",
+    "fathom:by_ratio=true",
+    "fathom:by_ratio=true:codes=allocated:basis=raw",
 )
 # GQA groups 1, 3, 4, 7; head_dim 64, 96, 128, 256; lengths that are not whole blocks.
 SHAPES = ((1, 64, 300), (3, 96, 257), (4, 128, 450), (7, 256, 200))

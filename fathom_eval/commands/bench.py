@@ -104,7 +104,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     contexts = numbers(args.contexts, "--contexts")
     specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
     for spec in specs:
-        spec.policy.check(args.k, spec.label)
+        spec.check_k([args.k])
     variants = [
         Variant(spec, args.k, batch, sessions, lanes)
         for batch in numbers(args.batch, "--batch")

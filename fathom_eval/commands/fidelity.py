@@ -17,12 +17,15 @@ from fathom_eval.commands.spreading import (
     wants_workers,
 )
 from fathom_eval.commands.suite_arguments import Choice, add_suite_arguments, choose, report_suite
+from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
-    from fathom_eval.fidelity import FidelityWork, Unit, Windows
+    from fathom_eval.fidelity import FidelityWork, Unit, WindowSource
     from fathom_eval.models import LoadedModel
     from fathom_eval.run import Run
+    from fathom_eval.session_data import SourceSettings
+    from fathom_eval.tasks.haystack import Haystack
 
 HELP = "Measure the error of attention outputs over the bits that scans read."
 EXAMPLE = "fathom-eval fidelity --context 2048 --k 64,128 --windows 8 --output runs/error"
@@ -41,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--windows", type=int, default=8, metavar="W", help="disjoint windows of the text (default: 8)")
     add("--positions", type=int, default=128, metavar="P", help="last positions of a window that are evaluated (default: 128)")
     add("--full-window", action="store_true", help="statistics and sealed blocks of the whole window, not of each position's past")
-    add("--haystack", default="auto", metavar="H", help="wikitext, python-docs, a text file, or auto (default)")
+    add("--haystack", metavar="H", help="wikitext, python-docs, a text file, or auto (default)")
+    add("--trajectories", metavar="SET", help="windows of agent sessions instead: file, folder, hub id, or builtin")
+    add("--trajectories-revision", metavar="R", help="branch, tag or commit of a hub set")
+    add("--default-repo", default="", metavar="REPO", help="repository of trajectories that name none")
     add("--seed", type=int, default=0, metavar="S", help="of the windows (default: 0)")
     add_worker_arguments(parser)
     add_model_arguments(parser)
@@ -52,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
     from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
+    from fathom_eval.methods import workable
     from fathom_eval.run import Run, check_free_space, default_run_path
-    from fathom_eval.tasks.haystack import load_haystack
+    from fathom_eval.tasks.haystack import Haystack
 
     console = Console(quiet=args.quiet, json=args.json)
     if args.list_suites:
@@ -63,27 +70,26 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args.windows, "--windows")
     at_least_one(args.positions, "--positions")
     check_workers(args)
-    for spec in specs:
-        if not spec.method.control or spec.method.name == "exact":
-            for k in k_values:
-                spec.policy.check(k, spec.label)
+    specs = workable(specs, lambda spec: spec.check_k(k_values), console.say)
     if args.output is not None:
         Run.check(Path(args.output))
-    haystack = load_haystack(args.haystack, offline=args.offline, say=console.say)
+    if args.trajectories is not None and args.haystack is not None:
+        raise UserError("windows come from --haystack or from --trajectories: give one of them")
+    text = _text(args, console)
 
-    from fathom_eval.fidelity import FidelityWork, Windows, check_positions, missing_units, run_identity
+    from fathom_eval.fidelity import FidelityWork, check_positions, missing_units, run_identity
     from fathom_eval.ruler import all_branches, versions
 
     check_positions(args.positions, contexts)
-    work = FidelityWork(model_request(args), haystack, args.seed, args.positions, args.full_window)
+    work = FidelityWork(model_request(args), text, args.seed, args.positions, args.full_window)
     loaded = work.model.load(console.say)
     facts = loaded.facts
     check_positions(args.positions, contexts, facts)
-    for spec in specs:
-        spec.check(facts, k_values)
-    for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=haystack.sha256):
+    specs = workable(specs, lambda spec: spec.check(facts, k_values), console.say)
+    known = text.sha256 if isinstance(text, Haystack) else None
+    for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=known):
         console.warn(line)
-    windows = Windows(loaded.tokenizer, haystack, args.seed)
+    windows = work.windows(loaded, console.say)
     for context in contexts:
         windows.check(context, args.windows)
     branches = all_branches(specs, k_values, facts)
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         "model": facts.name,
         "device": device_name(facts.device),
         "dtype": facts.dtype,
-        "haystack": {"name": haystack.name, "origin": haystack.origin},
+        "haystack": {"name": text.name, "origin": text.origin if isinstance(text, Haystack) else "agent sessions"},
         "versions": dict(versions()),
         "settings": {
             "context": contexts,
@@ -115,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         units = missing_units(opened, contexts, args.windows, branches)
         kept = f"; {len(opened)} records are there already" if len(opened) else ""
         console.say(
-            f"{facts.name} ({facts.dtype}, {facts.device}), haystack {haystack.name}: {len(units)} windows to do, "
+            f"{facts.name} ({facts.dtype}, {facts.device}), {text.name}: {len(units)} windows to do, "
             f"the last {args.positions} positions of each, {len(branches)} branches{kept}"
         )
         _measure(console, loaded, windows, opened, units, work, args)
@@ -125,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     console: Console,
     loaded: LoadedModel,
-    windows: Windows,
+    windows: WindowSource,
     opened: Run,
     units: list[Unit],
     work: FidelityWork,
@@ -155,6 +161,25 @@ def _measure(
         for records in measured:
             opened.append(records)
             progress.advance()
+
+
+def _text(args: argparse.Namespace, console: Console) -> Haystack | SourceSettings:
+    """The text, or the trajectories whose sessions are the windows; the lengths of those are the contexts."""
+    from fathom_eval.session_data import SourceSettings
+    from fathom_eval.tasks.haystack import load_haystack
+
+    if args.trajectories is None:
+        return load_haystack(args.haystack or "auto", offline=args.offline, say=console.say)
+    return SourceSettings(
+        trajectories=None if args.trajectories == "builtin" else args.trajectories,
+        rendering="auto",
+        sessions=1,
+        low=1,
+        high=1,
+        seed=args.seed,
+        default_repo=args.default_repo,
+        revision=args.trajectories_revision,
+    )
 
 
 def _list_suites(console: Console) -> int:

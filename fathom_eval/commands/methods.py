@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     from fathom_eval.errors import UserError
-    from fathom_eval.methods import PAPER, registry
+    from fathom_eval.methods import EVERY, PAPER, registry
     from fathom_eval.selection import Policy
 
     if args.head_dim < 1:
@@ -32,22 +32,57 @@ def run(args: argparse.Namespace) -> int:
             bits = method.typical_bits(args.head_dim)
         except UserError as error:
             bits = f"not at head_dim {args.head_dim}: {error}"
-        entries.append({"name": name, "bits": bits, "source": kind.source, "options": _options(method), "control": kind.control})
+        entries.append(
+            {
+                "name": name,
+                "bits": bits,
+                "source": kind.source,
+                "options": _options(method),
+                "control": kind.control,
+                "published": kind.published,
+                "policy": {option: _written(value) for option, value in method.policy_defaults().items()},
+                "ranks_all": kind.ranks_all,
+                "capped": kind.capped,
+            }
+        )
     common = _options(Policy())
     if args.json:
-        print(json.dumps({"head_dim": args.head_dim, "methods": entries, "common_options": common, "paper": list(PAPER)}, indent=2))
+        lists = {"paper": list(PAPER), "all": list(EVERY)}
+        print(json.dumps({"head_dim": args.head_dim, "methods": entries, "common_options": common, **lists}, indent=2))
         return 0
     print(f"scan bits per token, KV head and layer at head_dim {args.head_dim}, with default options")
     for entry in entries:
         print(f"\n{entry['name']:16} {entry['bits']}\n    {entry['source']}")
-        if entry["options"]:
-            print("    options: " + ", ".join(f"{name}={value}" for name, value in entry["options"].items()))
-    print("\noptions of every method: " + ", ".join(f"{name}={value}" for name, value in common.items()))
+        for line in _notes(entry):
+            print(f"    {line}")
+    print("\noptions of every method: " + _listed(common))
     print("name a method with options as name:option=value:option=value, for example sparq:r=D/4:rerank=2")
     print("'--methods paper' (the default) stands for:\n    " + "\n    ".join(PAPER))
+    print("'--methods all' adds to them, where they can run:\n    " + "\n    ".join(item for item in EVERY if item not in PAPER))
     return 0
+
+
+def _notes(entry: dict[str, Any]) -> list[str]:
+    notes = ["options: " + _listed(entry["options"])] if entry["options"] else []
+    if entry["policy"]:
+        notes.append("by default: " + _listed(entry["policy"]))
+    if entry["published"]:
+        notes.append("follows its authors' code, not the paper's protocol")
+    if not entry["ranks_all"]:
+        notes.append("leaves tokens out: k of all tokens is not dense attention")
+    if not entry["capped"]:
+        notes.append("decides itself how many tokens it attends to: k is that of the exact set beside it")
+    return notes
 
 
 def _options(part: Any) -> dict[str, str]:
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    return {name: "+".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in values.items()}
+    return {name: _written(value) for name, value in values.items()}
+
+
+def _written(value: Any) -> str:
+    return ("+".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
+
+
+def _listed(options: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
+from fathom_eval.commands.spreading import (
+    add_worker_arguments,
+    check_workers,
+    model_request,
+    release_weights,
+    spread_units,
+    wants_workers,
+    write_prompt,
+)
 from fathom_eval.errors import UserError
 from fathom_eval.run import MANIFEST, Run, check_free_space, default_run_path
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
     from fathom_eval.models import LoadedModel
+    from fathom_eval.ruler import RulerWork
     from fathom_eval.tasks.samples import SampleBuilder
 
 HELP = "Run RULER-style tasks: every method decodes from one dense prefill a sample."
@@ -40,14 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-samples", action="store_true", help="keep the prompts under DIR/samples")
     add("--batch_size", dest="batch_size", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--log_samples", dest="log_samples", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_worker_arguments(parser)
     add_model_arguments(parser)
     add_output_arguments(parser, "ruler")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
+    from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
-    from fathom_eval.methods import parse_methods
+    from fathom_eval.methods import parse_methods, workable
     from fathom_eval.tasks.haystack import load_haystack
     from fathom_eval.tasks.samples import find_task
 
@@ -58,34 +71,23 @@ def run(args: argparse.Namespace) -> int:
     contexts, k_values = numbers(args.context, "--context"), numbers(args.k, "--k")
     at_least_one(args.limit, "--limit")
     at_least_one(args.batch_size, "--batch-size")
-    for spec in specs:
-        if not spec.method.control or spec.method.name == "exact":
-            for k in k_values:
-                spec.policy.check(k, spec.label)
+    check_workers(args)
+    specs = workable(specs, lambda spec: spec.check_k(k_values), console.say)
     if args.decoys < 0:
         raise UserError(f"--decoys {args.decoys} must be at least 0")
     if args.output is not None:
         Run.check(Path(args.output))
     haystack = load_haystack(_haystack_of_run(args), offline=args.offline, say=console.say)
 
-    from fathom_eval.models import load_model
-    from fathom_eval.ruler import all_branches, missing_units, run_identity, versions
-    from fathom_eval.tasks.samples import SampleBuilder
+    from fathom_eval.ruler import RulerWork, all_branches, missing_units, run_identity, versions
 
-    loaded = load_model(
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        offline=args.offline,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-        rope_scaling=args.rope_scaling,
-        say=console.say,
-    )
+    work = RulerWork(model_request(args), haystack, args.seed, args.decoys, args.chat_template, args.batch_size)
+    loaded = work.model.load(console.say)
     facts = loaded.facts
-    for spec in specs:
-        spec.check(facts, k_values)
-    builder = SampleBuilder(loaded.tokenizer, haystack, seed=args.seed, decoys=args.decoys, chat_template=args.chat_template)
+    specs = workable(specs, lambda spec: spec.check(facts, k_values), console.say)
+    for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=haystack.sha256):
+        console.warn(line)
+    builder = work.builder(loaded)
     builder.check(tasks, contexts, facts.max_positions, samples=args.limit)
     branches = all_branches(specs, k_values, facts)
     identity = run_identity(facts, builder)
@@ -119,20 +121,35 @@ def run(args: argparse.Namespace) -> int:
         if everything:
             console.warn(f"k={everything[0]} selects every token of {min(contexts)}: all methods equal dense there")
         _say_plan(console, opened, len(units), len(branches), loaded, details["haystack"]["name"])
-        _measure(console, loaded, builder, opened, units, args)
+        _measure(console, loaded, builder, opened, units, work, args)
         return _report(console, opened)
 
 
 def _measure(
-    console: Console, loaded: LoadedModel, builder: SampleBuilder, opened: Run, units: list[Any], args: argparse.Namespace
+    console: Console,
+    loaded: LoadedModel,
+    builder: SampleBuilder,
+    opened: Run,
+    units: list[Any],
+    work: RulerWork,
+    args: argparse.Namespace,
 ) -> None:
-    from fathom_eval.ruler import evaluate
+    from fathom_eval.ruler import evaluate, failed_records
 
     if not units:
         return
     with console.progress(len(units), "samples") as progress:
+        if wants_workers(args):
+            release_weights(loaded)
+            failed = partial(failed_records, loaded, builder)
+            for _, measured in spread_units(args, console, work, loaded.facts, units, failed):
+                opened.append(measured.records)
+                for note in measured.notes:
+                    console.warn(note)
+                progress.advance()
+            return
         progress.advance(0, note=f"{units[0].task} {units[0].context}")
-        for records in evaluate(loaded, builder, units, args.batch_size):
+        for records in evaluate(loaded, builder, units, args.batch_size, say=console.warn):
             opened.append(records)
             following = units[progress.done + 1 : progress.done + 2]
             progress.advance(note=f"{following[0].task} {following[0].context}" if following else "")
@@ -178,13 +195,7 @@ def _haystack_of_run(args: argparse.Namespace) -> str:
 
 
 def _log_samples(path: Path, builder: SampleBuilder, tasks: list[str], contexts: list[int], limit: int) -> None:
-    folder = path / "samples"
-    try:
-        folder.mkdir(exist_ok=True)
-        for context in contexts:
-            for task in tasks:
-                for index in range(limit):
-                    sample = builder.build(task, context, index)
-                    (folder / f"{task}-{context}-{index}.txt").write_text(sample.prompt, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the prompts cannot be written to {folder}: {error.strerror or error}") from error
+    for context in contexts:
+        for task in tasks:
+            for index in range(limit):
+                write_prompt(path / "samples", f"{task}-{context}-{index}.txt", builder.build(task, context, index).prompt)

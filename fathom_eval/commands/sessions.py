@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +17,24 @@ from fathom_eval.commands.sessions_inspect import (
     print_list,
     rendering_choice,
 )
+from fathom_eval.commands.spreading import (
+    add_worker_arguments,
+    check_workers,
+    model_request,
+    release_weights,
+    spread_units,
+    wants_workers,
+    write_prompt,
+)
 from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
-    from fathom_eval.agent_sessions import DecodeSettings, Unit
+    from fathom_eval.agent_sessions import SessionUnit, SessionWork, Unit
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec
     from fathom_eval.models import LoadedModel
     from fathom_eval.run import Run
-    from fathom_eval.session_data import SessionData, SourceSettings
+    from fathom_eval.session_data import PreparedSession, SessionData, SourceSettings
 
 HELP = "The next step of recorded agent sessions, decoded by every method from one dense prefill."
 EXAMPLE = "fathom-eval sessions --k 512,2048 --trajectories nebius/SWE-rebench-openhands-trajectories"
@@ -36,6 +47,7 @@ _BASELINE = "sparq:r=D/8"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = f"{parser.prog} [options]  |  {parser.prog} inspect FILE [options]"
+    parser.description = f"{HELP}\nWith inspect FILE, instead: what a file of trajectories holds."
     parser.formatter_class = _HelpFormatter
     add = parser.add_argument
     add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
@@ -54,14 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-text", action="store_true", help="keep no generated step either; its token ids stay")
     add("--log-samples", action="store_true", help="keep the prompts under DIR/samples")
     add("--batch-size", type=int, default=64, metavar="N", help="branches decoded in one batch (default: 64)")
+    add_worker_arguments(parser)
     add_model_arguments(parser)
     add_output_arguments(parser, "sessions")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     add("--log_samples", dest="log_samples", action="store_true", **hidden)
     add("--batch_size", dest="batch_size", type=int, **hidden)
-    actions = parser.add_subparsers(
-        dest="action", metavar="inspect FILE", help="instead: what a file of trajectories holds", prog=f"{parser.prog}"
-    )
+    actions = parser.add_subparsers(dest="action", help=argparse.SUPPRESS, prog=f"{parser.prog}")
     text = "What a file holds: format, trajectories, repositories, tokens, sessions it can give, what was skipped and why."
     action = actions.add_parser(
         "inspect",
@@ -84,54 +95,45 @@ def run(args: argparse.Namespace) -> int:
     """Inspect a file; or check everything cheap, load the model, measure what is missing, report."""
     if args.action == "inspect":
         return inspect(args)
+    from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
-    from fathom_eval.methods import parse_methods
+    from fathom_eval.methods import parse_methods, workable
     from fathom_eval.run import Run
 
     console = Console(quiet=args.quiet, json=args.json)
     specs, k_values = parse_methods(args.methods), numbers(args.k, "--k")
     for value, flag in ((args.sessions, "--sessions"), (args.max_new_tokens, "--max-new-tokens"), (args.batch_size, "--batch-size")):
         at_least_one(value, flag)
+    check_workers(args)
     if args.no_recorded_text and args.log_samples:
         raise UserError("--log-samples keeps prompts, which are recorded text: leave it out or --no-recorded-text")
     if args.trajectories_revision is not None and args.trajectories is None:
         raise UserError("--trajectories-revision goes with the hub id that --trajectories names")
-    for spec in specs:
-        if not spec.method.control or spec.method.name == "exact":
-            for k in k_values:
-                spec.policy.check(k, spec.label)
+    specs = workable(specs, lambda spec: spec.check_k(k_values), console.say)
     baseline = _baseline(args.baseline, specs)
     if args.output is not None:
         Run.check(Path(args.output))
     _check_source(args)
 
-    from fathom_eval.agent_sessions import DecodeSettings, missing_units, run_identity, step_branches, with_controls
-    from fathom_eval.models import load_model, parse_rope_scaling
+    from fathom_eval.agent_sessions import DecodeSettings, SessionWork, missing_units, run_identity, step_branches, with_controls
+    from fathom_eval.models import parse_rope_scaling
     from fathom_eval.ruler import versions
     from fathom_eval.run import check_free_space, default_run_path
     from fathom_eval.session_data import check_k, choose_bounds, prepare_sessions
 
-    loaded = load_model(
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        offline=args.offline,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-        rope_scaling=args.rope_scaling,
-        say=console.say,
-    )
+    request = model_request(args)
+    loaded = request.load(console.say)
     facts = loaded.facts
     scaling = parse_rope_scaling(args.rope_scaling) if args.rope_scaling else 1
     low, high, why = choose_bounds(args.session_tokens, facts, args.max_new_tokens, is_builtin=args.trajectories is None, scaling=scaling)
     check_k(k_values, low, high, facts)
     specs = with_controls(specs)
-    for spec in specs:
-        spec.check(facts, k_values)
+    specs = workable(specs, lambda spec: spec.check(facts, k_values), console.say)
     console.say(f"sessions of {low:,} to {high:,} tokens, {why}")
     source = _source(args, low, high)
     data = prepare_sessions(loaded, source, say=console.say)
-    for note in data.notes:
+    repositories = [session.repo for session in data.sessions]
+    for note in (*data.notes, *calibration_warnings([spec.method for spec in specs], [high], repositories=repositories)):
         console.warn(note)
     left_out = data.report.lines()
     print_list(console, "skipped", left_out, sum(data.report.reasons.values()))
@@ -168,7 +170,8 @@ def run(args: argparse.Namespace) -> int:
             f"{len(units)} of {len(data.sessions)} sessions to do, {len(branches)} branches each{kept}"
         )
         settings = DecodeSettings(args.max_new_tokens, args.batch_size, not args.no_text, not (args.no_text or args.no_recorded_text))
-        _measure(console, loaded, data, opened, units, settings, log_samples=args.log_samples)
+        work = SessionWork(request, dataclasses.replace(data, sessions=[]), settings)
+        _measure(console, loaded, data, opened, units, work, args)
         return _report(console, opened)
 
 
@@ -178,34 +181,60 @@ def _measure(
     data: SessionData,
     opened: Run,
     units: list[Unit],
-    settings: DecodeSettings,
-    *,
-    log_samples: bool,
+    work: SessionWork,
+    args: argparse.Namespace,
 ) -> None:
-    from fathom_eval.agent_sessions import evaluate, stored_references
     from fathom_eval.memory import gib
 
     if not units:
         return
-    references = stored_references(opened.iter_records(), loaded, data)
     with console.progress(len(units), "sessions") as progress:
-        for session, records in evaluate(loaded, data, units, settings, references=references, say=console.say):
+        for session, records in _results(console, loaded, data, opened, units, work, args):
             opened.append(records)
             memory = records[0]["memory"]
             peak = "" if memory["peak_bytes"] is None else f", at most {gib(memory['peak_bytes'])} at once"
             held = f"prefix and stores took {gib(memory['held_bytes'])} of {gib(memory['estimated_held_bytes'])} estimated{peak}"
             console.say(f"session {records[0]['sample']}: {held}; prefill {records[0]['prefill_seconds']:.1f} s")
-            if log_samples:
-                folder = opened.path / "samples"
-                folder.mkdir(exist_ok=True)
+            if args.log_samples:
                 prompt = loaded.tokenizer.decode(session.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                (folder / f"session-{records[0]['sample']}.txt").write_text(prompt, encoding="utf-8")
+                write_prompt(opened.path / "samples", f"session-{records[0]['sample']}.txt", prompt)
             progress.advance()
+
+
+def _results(
+    console: Console,
+    loaded: LoadedModel,
+    data: SessionData,
+    opened: Run,
+    units: list[Unit],
+    work: SessionWork,
+    args: argparse.Namespace,
+) -> Iterator[tuple[PreparedSession, list[dict[str, Any]]]]:
+    """Each session with its records, measured here or by workers."""
+    from fathom_eval.agent_sessions import SessionUnit, evaluate, failed_records, stored_references
+
+    references = stored_references(opened.iter_records(), loaded, data)
+    if not wants_workers(args):
+        yield from evaluate(loaded, data, units, work.settings, references=references, say=console.say)
+        return
+    release_weights(loaded)
+    tasks = [
+        SessionUnit(unit, data.sessions[unit.index], {key: step for key, step in references.items() if key[0] == unit.index})
+        for unit in units
+    ]
+
+    def failed(task: SessionUnit, reason: str) -> list[dict[str, Any]]:
+        return failed_records(loaded, data, task, work.settings, reason)
+
+    for task, measured in spread_units(args, console, work, loaded.facts, tasks, failed):
+        for note in measured.notes:
+            console.say(note)
+        yield task.session, measured.records
 
 
 def _report(console: Console, opened: Run) -> int:
     from fathom_eval.reports.build import build_report
-    from fathom_eval.reports.sessions import summary_table
+    from fathom_eval.reports.sessions import session_results, summary_table
 
     files = build_report([opened.path], opened.path / "report")
     failed = sum(record["finish"] == "error" for record in opened.iter_records())
@@ -213,7 +242,7 @@ def _report(console: Console, opened: Run) -> int:
         console.warn(f"{failed} of {len(opened)} branches failed; steps.csv lists them")
     table = summary_table(opened)
     console.table(table, title="agreement of each step with that of exact top-k at the same k")
-    console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": table.to_dict(orient="records")})
+    console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": session_results(opened)})
     console.result(opened.path, "run")
     console.result(files.csv, "csv")
     console.result(files.html, "html")

@@ -12,12 +12,12 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from fathom_eval.attention import IMPLEMENTATION
 from fathom_eval.decode import BranchResult, decode
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.lm_eval.arguments import batch_size_of, branch_of, device_of, method_spec
 from fathom_eval.lm_eval.compat import quiet_model_in_memory
 from fathom_eval.models import LoadedModel, load_model
+from fathom_eval.observations import needed_observations
 from fathom_eval.prefill import prefill
 
 LOGLIKELIHOOD = ("dense", "refuse")
@@ -96,7 +96,6 @@ class FathomLM(HFLM):  # type: ignore[misc] # lm-eval has no type information
         self.loaded = pretrained
         self.results: list[BranchResult] = []
         self._loglikelihood = loglikelihood
-        self._own_attention = pretrained.model.config._attn_implementation
         self._said: set[str] = set()
         with quiet_model_in_memory():
             super().__init__(
@@ -163,7 +162,7 @@ class FathomLM(HFLM):  # type: ignore[misc] # lm-eval has no type information
             self._say_once(f"k={k} selects every token of prompts up to {k - limit} tokens: the method equals dense attention there")
         ends = {self.tok_decode([token], skip_special_tokens=False) for token in loaded.facts.eos_token_ids}
         strings = tuple(string for string in stop if string and string not in ends)
-        prefix = prefill(loaded, prompt)
+        prefix = prefill(loaded, prompt, observations=needed_observations([self.branch.spec.method], loaded.facts))
         [result] = decode(loaded, prefix, [self.branch], limit, stop_strings=strings)
         if result.finish == "stop":
             text = str(loaded.tokenizer.decode(result.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -184,8 +183,6 @@ class FathomLM(HFLM):  # type: ignore[misc] # lm-eval has no type information
         if self.branch.k is not None:
             label = self.branch.spec.label
             self._say_once(f"log-likelihoods have no decode step: dense attention answers them, and the results say nothing of {label}")
-        if self._own_attention != IMPLEMENTATION:
-            self.loaded.model.set_attn_implementation(self._own_attention)
         return super()._loglikelihood_tokens(requests, *arguments, **options)
 
     def set_cache_hook(self, cache_hook: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,12 +20,17 @@ from fathom_eval.methods.controls import Dense, ExactTopK
 from fathom_eval.methods.double_sparsity import DoubleSparsity, DoubleSparsityPublished
 from fathom_eval.methods.fathom import Fathom
 from fathom_eval.methods.h2o import H2O
+from fathom_eval.methods.infinigen import InfiniGen, InfiniGenPublished
+from fathom_eval.methods.infllm import InfLLM, InfLLMPublished
 from fathom_eval.methods.landmark import Landmark
 from fathom_eval.methods.loki import Loki, LokiPublished
 from fathom_eval.methods.magicpig import MagicPIG, MagicPIGPublished
 from fathom_eval.methods.quantised import Kivi, KVQuant, TurboQuant
 from fathom_eval.methods.quest import Quest, QuestPublished
+from fathom_eval.methods.retrieval_attention import RetrievalAttention
+from fathom_eval.methods.retroinfer import RetroInfer, RetroInferPublished
 from fathom_eval.methods.self_indexing import SelfIndexing
+from fathom_eval.methods.shadowkv import ShadowKV
 from fathom_eval.methods.sparq import SparQ, SparQPublished
 from fathom_eval.methods.streaming_llm import StreamingLLM
 from fathom_eval.methods.threshold import Threshold
@@ -53,10 +58,18 @@ BUILT_IN: tuple[type[Method], ...] = (
     Landmark,
     Quest,
     QuestPublished,
+    ShadowKV,
+    InfLLM,
+    InfLLMPublished,
+    RetroInfer,
+    RetroInferPublished,
     StreamingLLM,
     H2O,
     MagicPIG,
     MagicPIGPublished,
+    RetrievalAttention,
+    InfiniGen,
+    InfiniGenPublished,
     SelfIndexing,
     Kivi,
     TurboQuant,
@@ -81,6 +94,51 @@ PAPER = (
 )
 """The scans of the paper's main tables, the default of every command (``--methods paper``)."""
 
+EVERY = (
+    *PAPER,
+    "fathom:budget=40:basis=klt",
+    "fathom:budget=80:basis=klt",
+    "fathom:budget=128:basis=klt",
+    "fathom:by_ratio=true:basis=klt",
+    "fathom:budget=48:basis=klt:rerank=2",
+    "fathom:budget=48:basis=klt:attend=union",
+    "fathom:budget=56:basis=raw:depths=measured",
+    "fathom:budget=48:basis=klt:scales=fp8",
+    "uniform_depth:basis=klt",
+    "sparq:r=D/8:rerank=2",
+    "sparq_published",
+    "double_sparsity_published",
+    "loki:r=D/4:bits=16",
+    "loki_published",
+    "threshold",
+    "landmark:bits=4",
+    "quest",
+    "quest:bits=4",
+    "quest_published",
+    "shadowkv",
+    "shadowkv:outlier=4",
+    "infllm",
+    "infllm_published",
+    "retroinfer",
+    "retroinfer_published",
+    "streaming_llm",
+    "h2o",
+    "magicpig",
+    "magicpig_published",
+    "retrieval_attention",
+    "retrieval_attention:kind=hnsw",
+    "infinigen",
+    "infinigen:query=own",
+    "infinigen_published",
+    "self_indexing",
+    "kivi",
+    "turboquant",
+    "kvquant",
+)
+"""One or two standard points of every method, as the paper defines it and as published (``--methods all``)."""
+
+_NAMED = {"paper": PAPER, "all": EVERY}
+
 
 def registry() -> dict[str, type[Method]]:
     """All methods by name: the built-in ones and those that installed packages give in the group ``fathom_eval.methods``."""
@@ -100,10 +158,15 @@ def registry() -> dict[str, type[Method]]:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method with its options and its selection policy."""
+    """A method with its options and its selection policy.
+
+    Attributes:
+        optional: It stands for itself in a list such as ``all``, so it can be left out where it cannot run. No part of its identity.
+    """
 
     method: Method
     policy: Policy
+    optional: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -153,8 +216,21 @@ class MethodSpec:
             raise UserError(f"{self.label}: exact ranks by exact scores, so rerank does nothing")
         if not self.method.capped and self.policy.rerank != 1:
             raise UserError(f"{self.label}: {self.method.name} attends to all that it finds, so rerank does nothing")
+        self.check_k(k_values)
+
+    def check_k(self, k_values: Iterable[int]) -> None:
+        """Raise :class:`UserError` for k that leave nothing to select. It needs no model."""
+        if self.method.control and self.method.name != "exact":
+            return
+        forced = self.method.forced_tokens()
         for k in k_values:
             self.policy.check(k, self.label)
+            least = self.policy.sink + self.policy.local + forced
+            if k <= least:
+                raise UserError(
+                    f"{self.label}: k={k} leaves nothing to select; it must be above sink + local + the {forced} tokens that are always "
+                    f"taken = {least}"
+                )
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -185,14 +261,39 @@ def parse_method(text: str) -> MethodSpec:
 
 
 def parse_methods(text: str) -> list[MethodSpec]:
-    """A comma-separated list of methods; ``paper`` stands for the scans of the paper's main tables."""
-    specs: list[MethodSpec] = []
+    """A comma-separated list of methods.
+
+    ``paper`` stands for the scans of the paper's main tables and ``all`` for :data:`EVERY`, whose methods are optional unless they are
+    named beside it.
+    """
+    specs: dict[MethodSpec, MethodSpec] = {}
     for word in text.split(","):
-        for item in PAPER if word.strip() == "paper" else (word,):
-            spec = parse_method(item)
-            if spec not in specs:
-                specs.append(spec)
-    return specs
+        optional = word.strip() == "all"
+        for item in _NAMED.get(word.strip(), (word,)):
+            spec = dataclasses.replace(parse_method(item), optional=optional)
+            if spec not in specs or not optional:
+                specs.pop(spec, None)
+                specs[spec] = spec
+    return list(specs.values())
+
+
+def workable(specs: Iterable[MethodSpec], check: Callable[[MethodSpec], None], say: Callable[[str], None]) -> list[MethodSpec]:
+    """Those that pass a check; one that does not is left out with a line if it is optional.
+
+    Raises:
+        UserError: One that is not optional does not pass.
+    """
+    kept = []
+    for spec in specs:
+        try:
+            check(spec)
+        except UserError as error:
+            if not spec.optional:
+                raise
+            say(f"left out: {error}")
+            continue
+        kept.append(spec)
+    return kept
 
 
 def _option_types(kind: type) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Method(ABC):
         source: The paper that defines it, and the reading of it that is implemented.
         version: Raise it whenever a change of code changes a result; recorded with every result.
         control: Dense attention and the exact oracle: references, whose reads are not counted as a scan.
+        published: It follows its authors' code where that departs from the paper's protocol.
         ranks_all: It scores every token, so that with k ≥ n it equals dense attention. False for methods that evict, sample or
             cut off: only theirs may score a token −∞, which is then never attended to, whatever k leaves room for.
         forces: It may score tokens +∞: they are taken first, and stay so when candidates are reranked.
@@ -57,6 +58,7 @@ class Method(ABC):
     source: ClassVar[str]
     version: ClassVar[int] = 1
     control: ClassVar[bool] = False
+    published: ClassVar[bool] = False
     ranks_all: ClassVar[bool] = True
     forces: ClassVar[bool] = False
     capped: ClassVar[bool] = True
@@ -65,6 +67,10 @@ class Method(ABC):
     def policy_defaults(self) -> Mapping[str, Any]:
         """Fields of :class:`~fathom_eval.selection.Policy` that differ with this method, or with these options of it; any can be given."""
         return {}
+
+    def forced_tokens(self) -> int:
+        """How many tokens it takes first at most, beyond those that the policy keeps: k must leave room for all of them and one more."""
+        return 0
 
     def check(self, facts: ModelFacts) -> None:  # noqa: B027 - a method without options has nothing to check
         """Raise :class:`UserError` where an option cannot work with this model. Called before any prefill."""

@@ -77,6 +77,7 @@ class DoubleSparsityPublished(Method):
         "Double Sparsity as andy-yang-1/DoubleSparse runs it (arXiv:2408.07092): mean|q·k| per query head, 4-bit labels of q and k "
         "a token, layers 0 and 1 dense"
     )
+    published: ClassVar[bool] = True
 
     c: str = "D/4"
 

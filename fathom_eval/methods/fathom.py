@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fathom_eval.calibration_file import SESSION, calibration_of, resolve, statistics_of
@@ -17,8 +18,13 @@ from fathom_eval.stores import StoreSpec
 from fathom_eval.waterfill import channel_importance, read_depths
 
 if TYPE_CHECKING:
+    from fathom_eval.methods.step import Step
     from fathom_eval.models import ModelFacts
     from fathom_eval.prefill import PrefixLayer
+
+
+LEAST_BUDGET, MOST_BUDGET = 24, 128
+"""Bounds of a budget by ratio."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Fathom(Method):
         scales: ``fp16``, or ``fp8``, which takes 8 of the 16 bits of every scale that is read.
         depths: ``model``: Eq. 4. ``measured``: errors of each channel and depth as they are in the prefix, the first plane at its true
             cost; ``budget`` then includes the scales, so that budget=56 reads what a budget of 48 reads otherwise.
+        by_ratio: Spend more where k is a smaller share of the n tokens: ``budget`` + 8·log₂(0.016·n / k), within 24..128. At k = 1.6 % of
+            the tokens that is the budget itself.
     """
 
     name: ClassVar[str] = "fathom"
@@ -48,6 +56,7 @@ class Fathom(Method):
     codes: Literal["4bit", "8bit", "allocated"] = field(default="4bit", metadata=IF_CHANGED)
     scales: Literal["fp16", "fp8"] = field(default="fp16", metadata=IF_CHANGED)
     depths: Literal["model", "measured"] = field(default="model", metadata=IF_CHANGED)
+    by_ratio: bool = field(default=False, metadata=IF_CHANGED)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "statistics", resolve(self.statistics, f"{self.name}: statistics"))
@@ -63,6 +72,9 @@ class Fathom(Method):
             raise UserError(f"{self.name}: depths=measured knows nothing of what codes=allocated stores; give one of them")
         if self.depths == "measured" and self.layer_plan:
             raise UserError(f"{self.name}: a per-layer plan holds code bits, and depths=measured spends bits with scales; give one of them")
+        if self.by_ratio and (self.layer_plan or self.depths == "measured"):
+            other = "layer_plan" if self.layer_plan else "depths=measured"
+            raise UserError(f"{self.name}: by_ratio takes the budget from k and the tokens, and {other} fixes it; give one of them")
         if self.layer_plan:
             self._check_plan(facts)
 
@@ -85,6 +97,19 @@ class Fathom(Method):
         variance, bits, *limits = index
         return read_depths(channel_importance(query, variance), bits, self._planes, *limits)
 
+    def plan_step(self, query: Tensor, step: Step) -> Tensor | None:
+        if not self.by_ratio:
+            return self.plan(query, step.index)
+        variance, _, *limits = step.index
+        bits = ratio_bits(self.budget, step.tokens, step.k, query.shape[-1]).unsqueeze(-1)
+        return read_depths(channel_importance(query, variance), bits, self._planes, *limits)
+
+    @property
+    def extended(self) -> bool:
+        # plan_step is plan unless the budget goes by k / n.
+        others = ("scan_query", "rank", "log_weights", "remainder", "learn")
+        return self.by_ratio or type(self).plan_step is not Fathom.plan_step or self.overrides(*others)
+
     def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
         assert plan is not None
         return plan.sum(-1) + (16 if self.scales == "fp16" else 8) / BLOCK * (plan > 0).sum(-1)
@@ -92,12 +117,16 @@ class Fathom(Method):
     def typical_bits(self, head_dim: int) -> str:
         if self.depths == "measured":
             return f"{self.budget * head_dim / 128:g} at most"
+        if self.by_ratio:
+            return f"{scaled_bits(LEAST_BUDGET, head_dim)} to {scaled_bits(MOST_BUDGET, head_dim)}, by k / n, + scales"
         return f"{self.code_bits(head_dim)} + scales"
 
     def line(self) -> str:
         words = [f"{self.family} {self.basis}"]
         defaults = {"codes": "4bit", "scales": "fp16", "depths": "model"}
         words += [f"{name}={value}" for name, usual in defaults.items() if (value := getattr(self, name)) != usual]
+        if self.by_ratio:
+            words.append("by ratio")
         if self.statistics != SESSION:
             words.append(f"statistics={self.statistics}")
         if self.layer_plan:
@@ -139,6 +168,12 @@ class Fathom(Method):
         if self.basis == "auto":
             return "raw" if facts.qk_norm else "klt"
         return self.basis
+
+
+def ratio_bits(budget: int, tokens: Tensor, k: int, head_dim: int) -> Tensor:
+    """Code bits at this head_dim for k of ``tokens`` tokens, int64 of their shape: ``budget`` at k = 1.6 % of them."""
+    wanted = budget + 8 * torch.log2(0.016 * tokens.double() / k)
+    return (wanted.clamp(LEAST_BUDGET, MOST_BUDGET) * (head_dim / 128)).round().long().clamp_min(1)
 
 
 def scaled_bits(budget: int, head_dim: int) -> int:

@@ -91,6 +91,7 @@ class LokiPublished(Method):
     name: ClassVar[str] = "loki_published"
     family: ClassVar[str] = "Loki as published"
     source: ClassVar[str] = "Loki as hpcgroup/loki runs it (arXiv:2406.02542): fp16, eigenvalue order, uncentred, no sink, no local window"
+    published: ClassVar[bool] = True
 
     r: str = "D/4"
     statistics: str = field(default=SESSION, metadata=IF_CHANGED)

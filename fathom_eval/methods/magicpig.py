@@ -76,6 +76,7 @@ class MagicPIGPublished(MagicPIG):
     name: ClassVar[str] = "magicpig_published"
     family: ClassVar[str] = "MagicPIG as published"
     source: ClassVar[str] = "MagicPIG as Infini-AI-Lab/MagicPIG runs it (arXiv:2410.16179): layers 0, 16, 32, … dense, local window 64"
+    published: ClassVar[bool] = True
 
     def policy_defaults(self) -> Mapping[str, Any]:
         return {"dense_every": 16, "local": 64}

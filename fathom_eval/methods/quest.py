@@ -63,6 +63,7 @@ class QuestPublished(Quest):
     name: ClassVar[str] = "quest_published"
     family: ClassVar[str] = "Quest as published"
     source: ClassVar[str] = "Quest as mit-han-lab/Quest runs it (arXiv:2406.10774): 16-token pages, fp16 bounds, layers 0 and 1 dense"
+    published: ClassVar[bool] = True
 
     def policy_defaults(self) -> Mapping[str, Any]:
         return {"dense_layers": (0, 1)}

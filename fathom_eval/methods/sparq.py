@@ -78,6 +78,7 @@ class SparQPublished(Method):
         "SparQ as graphcore-research/llm-inference-research runs it (arXiv:2312.04985): fp16, one set a group by summed scores, "
         "reallocation onto the mean value, no sink"
     )
+    published: ClassVar[bool] = True
 
     r: str = "D/8"
 

@@ -33,6 +33,8 @@ class UniformDepth(Fathom):
             raise UserError(f"{self.name}: depth={self.depth} must lie in 1..4")
         if self.codes != "4bit" or self.depths != "model":
             raise UserError(f"{self.name}: reads every channel to one depth of the 4-bit store, so codes and depths do nothing")
+        if self.by_ratio:
+            raise UserError(f"{self.name}: shows what allocation is worth at one budget, so by_ratio does nothing")
         super().check(facts)
 
     def plan(self, query: Tensor, index: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.memory import free_bytes, gib
+from fathom_eval.offload.pinned import HOST_PAGES, LEAST, HugeBlock, huge_pages_offered, rounded_up
 
 STORES = ("planes", "nibbles", "landmarks")
 """What a scan can read: bit planes with scales, 4-bit channels with scales, fp16 means of a few tokens."""
@@ -48,7 +50,8 @@ class SegmentShape:
         h, d, b = self.heads, self.head_dim, self.blocks
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.rows:
-            shapes["rows"] = ((h, 2, BLOCK * b, d), self.dtype)
+            # Key and value of a token lie side by side: one run to fetch, on one page.
+            shapes["rows"] = ((h, BLOCK * b, 2, d), self.dtype)
         if "planes" in self.stores:
             shapes["planes"] = ((h, d, 4, b), torch.int64)
         if "nibbles" in self.stores:
@@ -77,24 +80,40 @@ class Arena:
         shape: Of the segments.
         device: Where the kernels run.
         index: ``host`` or ``hbm``.
+        host_pages: ``small`` takes pinned memory from torch's allocator, ``huge`` asks the system for huge pages, ``auto`` takes these for
+            large segments where they can be had.
+
+    Attributes:
+        host_pages: ``small`` or ``huge``, as it is.
     """
 
-    def __init__(self, shape: SegmentShape, device: torch.device, index: str = "host") -> None:
+    def __init__(self, shape: SegmentShape, device: torch.device, index: str = "host", host_pages: str = "auto") -> None:
         if index not in ("host", "hbm"):
             raise UserError(f"the index lies in 'host' or 'hbm', not in '{index}'")
+        if host_pages not in HOST_PAGES:
+            raise UserError(f"host pages are {', '.join(HOST_PAGES)}, not '{host_pages}'")
         self.shape, self.device, self.index = shape, device, index
         self.segments: list[Segment] = []
+        self._blocks: list[HugeBlock] = []
+        self._demanded = host_pages == "huge" and device.type == "cuda"
+        if self._demanded and not huge_pages_offered():
+            raise UserError("this system gives no huge pages (see /sys/kernel/mm/transparent_hugepage/enabled): give --host-pages small")
+        large = sum(self._bytes(*part) for name, part in shape.parts.items() if self._on_host(name)) >= LEAST
+        wanted = self._demanded or (host_pages == "auto" and large and huge_pages_offered())
+        self.host_pages = "huge" if wanted and device.type == "cuda" else "small"
 
     def estimate(self, count: int) -> tuple[int, int]:
-        """Bytes of host and of device memory that ``count`` segments take, pinned blocks rounded up as the allocator does."""
+        """Bytes of host and of device memory that ``count`` segments take, pinned blocks rounded up as they are allocated."""
         host = device = 0
         for name, (shape, dtype) in self.shape.parts.items():
-            size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
-            if self.device.type == "cuda" and not self._on_host(name):
-                device += size
+            size = self._bytes(shape, dtype)
+            if self.device.type == "cpu" or (self._on_host(name) and self.host_pages == "huge"):
+                host += size
+            elif self._on_host(name):
+                host += 1 << (size - 1).bit_length()
             else:
-                host += size if self.device.type == "cpu" else 1 << (size - 1).bit_length()
-        return host * count, device * count
+                device += size
+        return (rounded_up(host) if self.host_pages == "huge" else host) * count, device * count
 
     def check(self, count: int, *, limit: int | None = None) -> None:
         """Raise :class:`UserError` with the figures where ``count`` more segments exceed what is free, or a given limit in host bytes."""
@@ -120,7 +139,7 @@ class Arena:
         made = []
         try:
             for _ in range(count):
-                tensors = {name: self._tensor(name, *part) for name, part in self.shape.parts.items()}
+                tensors = self._tensors()
                 views = {name: device_view(tensor, self.device) for name, tensor in tensors.items()}
                 made.append(Segment(tensors, views))
         except (RuntimeError, MemoryError) as error:
@@ -137,6 +156,9 @@ class Arena:
         self.segments.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            for block in self._blocks:
+                block.close()
+            self._blocks.clear()
             release_pinned()
 
     def __enter__(self) -> Self:
@@ -147,6 +169,24 @@ class Arena:
 
     def _on_host(self, name: str) -> bool:
         return name == "rows" or self.index == "host"
+
+    @staticmethod
+    def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = self.shape.parts
+        if self.host_pages == "small":
+            return {name: self._tensor(name, *part) for name, part in parts.items()}
+        try:
+            block = HugeBlock({name: part for name, part in parts.items() if self._on_host(name)})
+        except RuntimeError:
+            if self._demanded or self._blocks:
+                raise
+            self.host_pages = "small"
+            return self._tensors()
+        self._blocks.append(block)
+        return {name: block.tensors[name] if name in block.tensors else self._tensor(name, *part) for name, part in parts.items()}
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":

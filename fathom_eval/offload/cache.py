@@ -56,6 +56,11 @@ def lanes_of(rows: int, heads: int, count: int) -> list[Lane]:
     raise UserError(f"{rows} sessions of {heads} KV heads cannot be shared among {count} lanes")
 
 
+def default_lanes(rows: int, heads: int) -> int:
+    """Two where work can be shared evenly: never slower on an H200, and faster at long contexts."""
+    return 2 if rows * heads % 2 == 0 and (rows % 2 == 0 or heads % 2 == 0) else 1
+
+
 @dataclass
 class LaneTables:
     """Where a lane's segments of one layer lie, one table a tensor of the segment."""
@@ -231,8 +236,7 @@ def fill_segment(segment: Segment, keys: Tensor, values: Tensor, start: int, are
     at = start % (BLOCK * shape.blocks)
     count = keys.shape[1]
     if "rows" in views:
-        views["rows"][:, 0, at : at + count] = keys
-        views["rows"][:, 1, at : at + count] = values
+        views["rows"][:, at : at + count] = torch.stack((keys, values), dim=2)
     first, blocks = at // BLOCK, count // BLOCK
     if "scales" in views:
         stored = keys.contiguous() if basis is None else ((keys.float() - basis.mean.unsqueeze(-2)) @ basis.vectors).contiguous()

@@ -226,7 +226,7 @@ def check_spec(spec: MethodSpec, facts: ModelFacts) -> None:
     if method.name in ("dense", "exact"):
         raise UserError(f"{spec.label}: the runtime has no step for it: it would read every key over the link; choose from {TIMED}")
     store = method.store(facts)
-    known = type(method) in _METHODS and not getattr(method, "per_head", False)
+    known = type(method) in _METHODS and not getattr(method, "per_head", False) and not method.extended
     plain = isinstance(store, LandmarkSpec) or (
         isinstance(store, PlaneSpec) and (store.planes, store.scales, store.stored) == (4, "fp16", 0)
     )

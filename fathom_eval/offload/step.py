@@ -30,7 +30,12 @@ from fathom_eval.selection import Policy
 
 @dataclass(frozen=True)
 class LaneWork:
-    """What one lane writes between its scan and its output, reused in every layer."""
+    """What one lane writes between its scan and its output, reused in every layer.
+
+    Attributes:
+        unions: Of every layer, the rows of each group; candidates, where the step reranks.
+        kept: The same lists with the masks of what is attended to.
+    """
 
     lane: Lane
     scores: Tensor
@@ -38,6 +43,7 @@ class LaneWork:
     scratch: Tensor
     indices: Tensor
     unions: list[GroupRows]
+    kept: list[GroupRows]
     fetched: Tensor
     workspace: Tensor
     ordered: Tensor
@@ -154,6 +160,7 @@ class DecodeStep:
         tail, capacity = cache.tail.shape[-2], cache.capacity_blocks
         union = GroupRows.allocate(rows, heads, group, self._candidates, policy.sink, policy.local, tail, device)
         slots = union.rows.shape[-1]
+        unions = self._a_layer(union, lane)
 
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
@@ -164,14 +171,17 @@ class DecodeStep:
             maxima=zeros(rows, heads, group, capacity, kind=dtype),
             scratch=zeros(rows, heads, group, scratch_size(self._candidates, tail), kind=torch.int32),
             indices=zeros(rows, heads, group, self._candidates, kind=torch.int32),
-            unions=[
-                GroupRows(union.rows, union.members, lane.part(self.union_counts[layer]), union.tail_members)
-                for layer in range(self.layers)
-            ],
+            unions=unions,
+            kept=self._a_layer(union.with_own_masks(), lane) if policy.rerank > 1 else unions,
             fetched=zeros(2, rows, heads, slots, head_dim, kind=cache.tail.dtype),
             workspace=zeros(workspace_size(rows, heads, group, head_dim, slots, tail), kind=torch.float32),
             ordered=zeros(ordered_size(rows, heads, group, slots, tail) if policy.rerank > 1 else 0, kind=torch.int32),
         )
+
+    def _a_layer(self, union: GroupRows, lane: Lane) -> list[GroupRows]:
+        """The lists with a count of their own in every layer, so that what a step read can be told afterwards."""
+        counts = [lane.part(layer) for layer in self.union_counts]
+        return [GroupRows(union.rows, union.members, count, union.tail_members) for count in counts]
 
     def _forward(self) -> None:
         weights = self.weights
@@ -243,7 +253,7 @@ class DecodeStep:
 
     def _finish_lane(self, number: int, work: LaneWork, tables: LaneTables) -> None:
         """Top-k, union, fetch of rows and attention of one lane."""
-        cache, policy, lane, union = self.cache, self.policy, work.lane, work.unions[number]
+        cache, policy, lane, union, kept = self.cache, self.policy, work.lane, work.unions[number], work.kept[number]
         blocks, tokens = cache.blocks[lane.rows], cache.tokens[lane.rows]
         query, out = lane.part(self.query), lane.part(self.mixed)
         keys, values = lane.part(cache.tail[number, 0]), lane.part(cache.tail[number, 1])
@@ -254,11 +264,11 @@ class DecodeStep:
         union_rows(work.indices, blocks, tokens, *limits, union, shared=shared and not reranks)
         if reranks:
             fetch_rows(tables["rows"], union, work.fetched[:1])
-            keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, work.ordered, shared=shared)
-            fetch_rows(tables["rows"], union, work.fetched[1:], first_part=1, members_only=True)
+            keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, kept, work.ordered, shared=shared)
+            fetch_rows(tables["rows"], kept, work.fetched[1:], first_part=1, members_only=True)
         else:
             fetch_rows(tables["rows"], union, work.fetched)
-        attend_rows(query, work.fetched[0], work.fetched[1], union, keys, values, work.workspace, out, self.weights.scaling)
+        attend_rows(query, work.fetched[0], work.fetched[1], kept, keys, values, work.workspace, out, self.weights.scaling)
         if self.observer is not None:
             self.observer(number, work)
 

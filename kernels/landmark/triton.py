@@ -12,7 +12,7 @@ from fathom_eval.kernels.segments import SegmentTable
 LANDMARKS = 128
 """Landmarks of a tile."""
 
-PROGRAMS: dict[str, int | None] = {"device": None, "host": 528}
+PROGRAMS: dict[str, int | None] = {"device": None, "host": 264}
 """Programs of a launch by where the landmarks lie, as for the plane scan."""
 
 

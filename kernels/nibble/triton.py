@@ -22,7 +22,7 @@ STAGES = 4
 REGISTERS = 168
 """Registers a thread may use with up to four heads: without spilling, three warps a scheduler in place of two."""
 
-PROGRAMS: dict[str, int | None] = {"device": None, "host": 264}
+PROGRAMS: dict[str, int | None] = {"device": None, "host": 132}
 """Programs of a launch, as for the plane scan."""
 
 

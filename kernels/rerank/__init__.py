@@ -26,6 +26,7 @@ def keep_best(
     local: int,
     count: int,
     union: GroupRows,
+    kept: GroupRows,
     ordered: Tensor,
     *,
     shared: bool = False,
@@ -41,14 +42,15 @@ def keep_best(
         blocks, tokens: int32 ``[R]``.
         sink, local: Tokens at either end that every head attends to and that do not compete.
         count: Tokens that a head keeps of those that compete.
-        union: Candidates from :func:`fathom_eval.kernels.rows.union_rows`; its masks are rewritten.
+        union: Candidates from :func:`fathom_eval.kernels.rows.union_rows`.
+        kept: Its lists with masks of their own, which are written.
         ordered: int32, at least :func:`ordered_size` numbers of scratch.
         shared: Every head attends to what any head keeps.
     """
     if query.is_cuda:
         from fathom_eval.kernels.rerank import triton as kernel
 
-        kernel.keep_best(query, keys, tail_keys, blocks, tokens, sink, local, count, union, ordered, shared)
+        kernel.keep_best(query, keys, tail_keys, blocks, tokens, sink, local, count, union, kept, ordered, shared)
         return
     capacity = union.rows.shape[-1]
     for row, (sealed, total) in enumerate(zip((64 * blocks).tolist(), tokens.tolist(), strict=True)):
@@ -59,6 +61,7 @@ def keep_best(
             rows = torch.cat([keys[row, head, :used], tail_keys[row, head, :late]])
             always = (positions < min(sink, max(total - local, 0))) | (positions >= max(total - local, 0))
             found = reference.keep_best(query[row, head], rows, members, always, count, shared)
-            union.members[row, head, :used] = found[:used]
-            union.members[row, head, used:capacity] = 0
-            union.tail_members[row, head, :late] = found[used:]
+            kept.members[row, head, :used] = found[:used]
+            kept.members[row, head, used:capacity] = 0
+            kept.tail_members[row, head, :late] = found[used:]
+            kept.tail_members[row, head, late:] = 0

@@ -22,6 +22,8 @@ def _rescore_rows(
     rows,
     members,
     tail_members,
+    kept,
+    tail_kept,
     counts,
     blocks,
     tokens,
@@ -49,6 +51,7 @@ def _rescore_rows(
         line = pair * capacity + slot
         token = tl.load(rows + line, mask=inside, other=0)
         mask_base = members
+        kept_base = kept
         key_base = keys
         column = slot
     else:
@@ -58,14 +61,16 @@ def _rescore_rows(
         inside = written & (token < total)
         line = pair * tail + slot
         mask_base = tail_members
+        kept_base = tail_kept
         key_base = tail_keys
         column = capacity + slot
     taking = tl.load(mask_base + line, mask=inside, other=0)
     always = inside & ((token < tl.minimum(sink, stop)) | (token >= stop))
     competing = tl.where(always, 0, taking)
     everyone: tl.constexpr = (1 << GROUP) - 1
-    # What the heads keep is added to the masks by the next launch.
-    tl.store(mask_base + line, tl.where(always, everyone, 0), mask=written)
+    # What the heads keep is added to these masks by the next launch. They are not the candidates' own: several threads hold one mask, and
+    # one that reads it late must not find what another has written.
+    tl.store(kept_base + line, tl.where(always, everyone, 0), mask=written)
     channel = tl.arange(0, CHANNELS)
     load = (competing != 0)[:, None] & (channel < head_dim)[None, :]
     key = tl.load(key_base + line[:, None] * head_dim + channel[None, :], mask=load, other=0.0).to(tl.float32)
@@ -80,8 +85,8 @@ def _rescore_rows(
 @triton.jit
 def _keep_best(
     ordered,
-    members,
-    tail_members,
+    kept,
+    tail_kept,
     capacity,
     tail,
     count,
@@ -94,11 +99,11 @@ def _keep_best(
     member = line % GROUP
     slot = tl.arange(0, SIZE)
     keys = tl.load(ordered + line * (capacity + tail) + slot, mask=slot < capacity + tail, other=0).to(tl.uint32, bitcast=True)
-    kept = keep_largest(keys, kth_largest(keys, count, 32), count)
+    best = keep_largest(keys, kth_largest(keys, count, 32), count)
     everyone: tl.constexpr = (1 << GROUP) - 1
     bits = tl.zeros([SIZE], dtype=tl.int32) + (everyone if SHARED else (1 << member).to(tl.int32))
-    tl.atomic_or(members + pair * capacity + slot, bits, mask=kept & (slot < capacity))
-    tl.atomic_or(tail_members + pair * tail + slot - capacity, bits, mask=kept & (slot >= capacity))
+    tl.atomic_or(kept + pair * capacity + slot, bits, mask=best & (slot < capacity))
+    tl.atomic_or(tail_kept + pair * tail + slot - capacity, bits, mask=best & (slot >= capacity))
 
 
 def keep_best(
@@ -111,6 +116,7 @@ def keep_best(
     local: int,
     count: int,
     union: GroupRows,
+    kept: GroupRows,
     ordered: Tensor,
     shared: bool,
 ) -> None:
@@ -125,6 +131,8 @@ def keep_best(
         union.rows,
         union.members,
         union.tail_members,
+        kept.members,
+        kept.tail_members,
         union.counts,
         blocks,
         tokens,
@@ -143,8 +151,8 @@ def keep_best(
     size = triton.next_power_of_2(capacity + tail)
     _keep_best[(rows * heads * group,)](
         ordered,
-        union.members,
-        union.tail_members,
+        kept.members,
+        kept.tail_members,
         capacity,
         tail,
         count,

@@ -39,6 +39,10 @@ class GroupRows:
         counts = torch.zeros(rows, heads, dtype=torch.int32, device=device)
         return cls(lists, members, counts, torch.zeros(rows, heads, tail, dtype=torch.int32, device=device))
 
+    def with_own_masks(self) -> GroupRows:
+        """The same lists and counts with masks of their own, which are to be written."""
+        return GroupRows(self.rows, torch.zeros_like(self.members), self.counts, torch.zeros_like(self.tail_members))
+
 
 def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local: int, union: GroupRows, *, shared: bool = False) -> None:
     """Join the selections of a group's query heads with the always-kept tokens.
@@ -69,13 +73,14 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part
     """Copy the rows of each group's list out of a store in HBM or pinned host memory. Rows behind the count are not touched.
 
     Args:
-        table: Segments ``[H, P, 64·B, W]``; parts are keys and values, or one part of interleaved rows. A row is a multiple of 16 bytes.
+        table: Segments ``[H, 64·B, P, W]``: the parts of a token, its key and its value, lie side by side, so that both are one run.
+            A part is a multiple of 16 bytes.
         union: Lists from :func:`union_rows`.
         out: ``[p, R, H, C, W]`` of the same dtype, contiguous: parts ``first_part`` to ``first_part + p``.
         members_only: Leave out rows that no query head attends to.
 
     Raises:
-        ValueError: A row is not a multiple of 16 bytes.
+        ValueError: A part is not a multiple of 16 bytes.
     """
     example = table.example
     if example.shape[-1] * example.element_size() % 16:
@@ -86,10 +91,10 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part
         kernel.fetch_rows(table, union, out, first_part, members_only)
         return
     for row, counts in enumerate(union.counts.tolist()):
-        stored = torch.cat(table.segments[row], dim=-2)
+        stored = torch.cat(table.segments[row], dim=1)
         for head, count in enumerate(counts):
             slots = torch.arange(count)
             if members_only:
                 slots = slots[union.members[row, head, :count] != 0]
             for part in range(out.shape[0]):
-                out[part, row, head, slots] = reference.fetch_rows(stored[head, first_part + part], union.rows[row, head, slots])
+                out[part, row, head, slots] = reference.fetch_rows(stored[head, :, first_part + part], union.rows[row, head, slots])

@@ -115,29 +115,31 @@ def _fetch_rows(
     segments,
     segment_tokens,
     width,
-    parts,
-    first_part,
-    WIDTH: tl.constexpr,
+    stored,
+    first,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
     pair = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2).to(tl.int64)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wanted = tl.load(counts + pair)
     if tl.program_id(0) * ROWS >= wanted:
         return
     token = tl.load(rows + pair * capacity + slot, mask=slot < wanted, other=0)
     address = tl.load(table + (pair // heads) * segments + token // segment_tokens) * 16
-    start = (((pair % heads) * parts + first_part + part) * segment_tokens + token % segment_tokens) * width
-    word = tl.arange(0, WIDTH)
-    inside = (slot < wanted)[:, None] & (word < width)[None, :]
+    # All parts of a token are one run, read by neighbouring threads in one piece.
+    start = ((pair % heads) * segment_tokens + token % segment_tokens) * stored + first
+    word = tl.arange(0, WORDS)
+    inside = (slot < wanted)[:, None] & (word < PARTS * width)[None, :]
     if MEMBERS:
         inside &= (tl.load(members + pair * capacity + slot, mask=slot < wanted, other=0) != 0)[:, None]
     source = (address.to(tl.pointer_type(tl.int32)) + start)[:, None] + word[None, :]
     # Rows are whole multiples of 16 bytes, which the compiler cannot see in an address that comes from memory.
     source = tl.multiple_of(tl.max_contiguous(source, [1, 4]), [1, 16])
-    target = (out + ((part * pairs + pair) * capacity + slot) * width)[:, None] + word[None, :]
+    part = word // width if PARTS > 1 else word * 0
+    target = out + ((part[None, :] * pairs + pair) * capacity + slot[:, None]) * width + (word - part * width)[None, :]
     target = tl.multiple_of(tl.max_contiguous(target, [1, 4]), [1, 16])
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
@@ -177,8 +179,9 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: i
     """See :func:`fathom_eval.kernels.rows.fetch_rows`."""
     example = table.example
     rows, heads, capacity = union.rows.shape
-    words = example.shape[-1] * example.element_size() // 4
-    _fetch_rows[(triton.cdiv(capacity, ROWS), rows * heads, out.shape[0])](
+    _, tokens, stored, width = example.shape
+    words, parts = width * example.element_size() // 4, out.shape[0]
+    _fetch_rows[(triton.cdiv(capacity, ROWS), rows * heads)](
         table.addresses,
         union.rows,
         union.members,
@@ -188,11 +191,12 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: i
         heads,
         capacity,
         table.capacity,
-        example.shape[-2],
+        tokens,
         words,
-        example.shape[1],
-        first_part,
-        WIDTH=triton.next_power_of_2(words),
+        stored * words,
+        first_part * words,
+        PARTS=parts,
+        WORDS=triton.next_power_of_2(parts * words),
         ROWS=ROWS,
         MEMBERS=members_only,
     )

@@ -22,7 +22,7 @@ STAGES = 4
 REGISTERS = 168
 """Registers a thread may use with up to four heads: without spilling, three warps a scheduler in place of two."""
 
-PROGRAMS: dict[str, int | None] = {"device": None, "host": 264}
+PROGRAMS: dict[str, int | None] = {"device": None, "host": 132}
 """Programs of a launch by where the segments lie, None for one a tile. Host memory needs few to be read at the link's rate, and those few
 leave room on the GPU for what runs beside the scan."""
 

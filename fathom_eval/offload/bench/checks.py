@@ -34,7 +34,7 @@ class StepCheck:
     def observe(self, layer: int, work: LaneWork) -> None:
         """Called by the step after each lane."""
         lane = self._step.cache.lanes.index(work.lane)
-        union = work.unions[layer]
+        union = work.kept[layer]
         slots = torch.arange(union.rows.shape[-1], device=union.rows.device)
         kept = (union.members != 0) & (slots < union.counts.unsqueeze(-1))
         self.kept_rows[layer, lane] = kept.sum().double().cpu()
@@ -82,19 +82,19 @@ class StepCheck:
             self._demand(torch.equal(values.sort(-1).values[:, -count:], exact), "selected scores")
 
     def _check_rows(self, layer: int, lane: int, work: LaneWork) -> None:
-        union, table = work.unions[layer], self._step.cache.layers[layer].lanes[lane]["rows"]
+        union, table = work.kept[layer], self._step.cache.layers[layer].lanes[lane]["rows"]
         count = int(union.counts[0, 0])
         some = torch.linspace(0, count - 1, min(count, 64)).long().tolist() if count else []
-        size = table.example.shape[-2]
+        size = table.example.shape[1]
         for slot in some:
             token = int(union.rows[0, 0, slot])
-            stored = table.segments[0][token // size][0, :, token % size].to(work.fetched.device)
+            stored = table.segments[0][token // size][0, token % size].to(work.fetched.device)
             for part in (0, 1):
                 if part == 0 or int(union.members[0, 0, slot]):
                     self._demand(torch.equal(work.fetched[part, 0, 0, slot], stored[part]), "fetched rows")
 
     def _check_attention(self, layer: int, work: LaneWork) -> None:
-        step, union = self._step, work.unions[layer]
+        step, union = self._step, work.kept[layer]
         count = int(union.counts[0, 0])
         tail = [work.lane.part(step.cache.tail[layer, part])[0, 0] for part in (0, 1)]
         members = torch.cat([union.members[0, 0, :count], union.tail_members[0, 0]])

@@ -92,7 +92,7 @@ def _tops(context: int, dtype: torch.dtype, blocks: Tensor, tokens: Tensor, indi
 
 def _rows(context: int, blocks: Tensor, tokens: Tensor, indices: Tensor) -> list[Path]:
     segments = [
-        torch.empty(HEADS, 2, SEGMENT_TOKENS, CHANNELS, dtype=torch.bfloat16, pin_memory=True) for _ in range(context // SEGMENT_TOKENS)
+        torch.empty(HEADS, SEGMENT_TOKENS, 2, CHANNELS, dtype=torch.bfloat16, pin_memory=True) for _ in range(context // SEGMENT_TOKENS)
     ]
     for segment in segments:
         segment.copy_(torch.randn(segment.shape, device="cuda", dtype=torch.bfloat16))
@@ -118,7 +118,7 @@ def _rows(context: int, blocks: Tensor, tokens: Tensor, indices: Tensor) -> list
     for head in (0, HEADS - 1):
         used = int(union.counts[0, head])
         wanted = union.rows[0, head, :used].tolist()
-        stored = torch.stack([segments[token // SEGMENT_TOKENS][head, :, token % SEGMENT_TOKENS] for token in wanted], 1)
+        stored = torch.stack([segments[token // SEGMENT_TOKENS][head, token % SEGMENT_TOKENS] for token in wanted], 1)
         _demand(torch.equal(out[:, 0, head, :used].cpu(), stored), "fetched rows")
         keys, values = (torch.cat([out[part, 0, head, :used], late[part, 0, head]]) for part in (0, 1))
         members = torch.cat([union.members[0, head, :used], union.tail_members[0, head]])

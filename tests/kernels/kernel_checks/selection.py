@@ -100,8 +100,8 @@ def check_rows_and_attend(device: str, tokens: list[int], k: int, group: int, sh
     sink, local, tail, heads, capacity = 4, 32, 95, 2, 512 if device == "cuda" else 2
     for head_dim, dtype in ((64, torch.float16), (96, torch.float32), (128, torch.bfloat16 if device == "cuda" else torch.float32)):
         sealed = [max(total - local, 0) // 64 for total in tokens]
-        stored = random(heads, 2, max(max(sealed), 1) * 64, head_dim, device=device).to(dtype)
-        table = SegmentTable.of(split(stored, capacity * 64, -2, device, host=device == "cuda"), device, rows=len(tokens))
+        stored = random(heads, max(max(sealed), 1) * 64, 2, head_dim, device=device).to(dtype)
+        table = SegmentTable.of(split(stored, capacity * 64, 1, device, host=device == "cuda"), device, rows=len(tokens))
         late = random(2, len(tokens), heads, tail, head_dim, device=device, seed=3).to(dtype)
         query = random(len(tokens), heads, group, head_dim, device=device, seed=4).to(dtype)
         indices = torch.full((len(tokens), heads, group, k), NONE, dtype=torch.int32)
@@ -120,6 +120,7 @@ def check_rows_and_attend(device: str, tokens: list[int], k: int, group: int, sh
         rows_kernel.union_rows(indices.to(device), blocks, totals, sink, local, shared, union)
         fetched = poisoned(2, *union.rows.shape, head_dim, dtype=dtype, device=device)
         rows_kernel.fetch_rows(table, union, fetched, 0, False)
+        check_second_part(table, union, fetched)
         size = attend.workspace_size(len(tokens), heads, group, head_dim, union.rows.shape[-1], tail)
         workspace = poisoned(size, dtype=torch.float32, device=device)
         out = poisoned(*query.shape, dtype=torch.float32, device=device)
@@ -141,12 +142,26 @@ def check_rows_and_attend(device: str, tokens: list[int], k: int, group: int, sh
                 assert (union.tail_members[row, head, len(expected[2]) :] == 0).all()
                 assert (union.rows[row, head, count:] == POISON).all()
                 wanted = union.rows[row, head, :count].long()
-                equal(fetched[:, row, head, :count], stored[head][:, wanted], "fetched rows")
+                equal(fetched[:, row, head, :count], stored[head][wanted].transpose(0, 1), "fetched rows")
                 assert fetched[:, row, head, count:].isnan().all()
                 whole_rows = torch.cat([fetched[:, row, head, :count], late[:, row, head, : len(expected[2])]], dim=1)
                 members = torch.cat([union.members[row, head, :count], union.tail_members[row, head, : len(expected[2])]])
                 exact = attend.reference.attend_rows(query[row, head], whole_rows[0], whole_rows[1], members, scaling)
                 close(out[row, head], exact, "attention", 1e-5)
+
+
+def check_second_part(table: SegmentTable, union: GroupRows, fetched: Tensor) -> None:
+    """Values alone, of the rows that some head attends to."""
+    from fathom_eval.kernels.rows import triton as kernel
+
+    some = union.with_own_masks()
+    some.members[..., ::3] = union.members[..., ::3]
+    values = poisoned(1, *fetched.shape[1:], dtype=fetched.dtype, device=str(fetched.device))
+    kernel.fetch_rows(table, some, values, 1, True)
+    slots = torch.arange(union.rows.shape[-1], device=fetched.device)
+    taken = ((some.members != 0) & (slots < union.counts[..., None]))[..., None]
+    equal(values[0].isnan(), ~taken.expand_as(values[0]), "written values")
+    equal(values[0].nan_to_num(), fetched[1].masked_fill(~taken, 0), "fetched values")
 
 
 @check([], [{"rows": 9, "tokens": 2**21}])
@@ -155,16 +170,16 @@ def check_beyond_31_bits(device: str, rows: int, tokens: int) -> None:
     from fathom_eval.kernels.rows import triton as rows_kernel
     from fathom_eval.kernels.topk import triton as topk_kernel
 
-    stored = torch.zeros(rows, 1, tokens, 128, dtype=torch.bfloat16, device=device)
+    stored = torch.zeros(rows, tokens, 1, 128, dtype=torch.bfloat16, device=device)
     assert stored.numel() > 2**31
-    stored.view(torch.int16).copy_(torch.arange(tokens, device=device, dtype=torch.int32)[:, None].to(torch.int16))
+    stored.view(torch.int16).copy_(torch.arange(tokens, device=device, dtype=torch.int32)[:, None, None].to(torch.int16))
     stored[-1] += 1
     union = GroupRows.allocate(1, rows, 1, 8, 0, 0, 1, device)
     union.rows[..., :8] = torch.tensor([0, 1, 77, 4095, 65537, 2**20, tokens - 2, tokens - 1], device=device)
     union.counts.fill_(8)
     out = poisoned(1, 1, rows, 8, 128, dtype=torch.bfloat16, device=device)
     rows_kernel.fetch_rows(SegmentTable.of([stored], device), union, out, 0, False)
-    equal(out[0, 0].view(torch.int16), stored[:, 0][:, union.rows[0, 0, :8].long()].view(torch.int16), "rows")
+    equal(out[0, 0].view(torch.int16), stored[:, :, 0][:, union.rows[0, 0, :8].long()].view(torch.int16), "rows")
     del stored
     lines = 2**31 // tokens + 8
     scores = torch.zeros(1, 1, lines, tokens, dtype=torch.float16, device=device)
