@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from fathom_eval.console import Console
     from fathom_eval.run import Run
 
-HELP = "Time the host-resident runtime: the link, the kernels, or decode steps."
+HELP = "Time the host-resident runtime: the link, the kernels, or decode steps; or compare steps at equal error."
 EXAMPLE = "fathom-eval bench step --model qwen3-8b-shape --contexts 131072 --k 512 --output runs/step"
 
-_ACTIONS = ("link", "kernels", "step")
+_ACTIONS = ("link", "kernels", "step", "equal-error")
 _TIMED = "fathom:budget=48:basis=raw,sparq:r=16,double_sparsity:c=32,landmark,thumbnail"
 _BYTES_A_RECORD = 8192
 
@@ -26,19 +26,22 @@ _BYTES_A_RECORD = 8192
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("what", metavar="link|kernels|step", help="what to time")
+    add("what", metavar="link|kernels|step|equal-error", help="what to time, or to make of it")
     add("--model", default="qwen3-8b-shape", help="qwen3-8b-shape, tiny-shape (random weights), or a model")
     add("--contexts", default="131072", metavar="N,N", help="tokens (default: 131072)")
     add("--methods", default=_TIMED, metavar="A,B", help="default: the scans of the paper's Table 2")
     add("--k", type=int, default=512, metavar="K", help="keys a query head attends to (default: 512)")
     add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
     add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
-    add("--lanes", default="1", metavar="L,L", help="parts of a step that are pipelined")
+    add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined (default: 2 where the heads can be shared)")
     add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
     add("--index", default="host", choices=("host", "hbm"), help="where the scan index lies")
     add("--repeats", type=int, default=20, metavar="N", help="timed turns (default: 20)")
     add("--spread", type=float, default=1.0, metavar="S", help="log scale of synthetic channels")
+    add("--host-pages", default="auto", choices=("auto", "small", "huge"), help="pages of pinned memory")
     add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
+    add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
+    add("--reference", default="double_sparsity c=D/4", metavar="LABEL", help="equal-error: the configuration whose error is to be reached")
     add_model_arguments(parser)
     add_output_arguments(parser, "bench")
 
@@ -49,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.what not in _ACTIONS:
         raise UserError(f"bench cannot time '{args.what}'; {did_you_mean(args.what, _ACTIONS)}")
+    if args.what == "equal-error":
+        return _equal_error(args)
     at_least_one(args.repeats, "--repeats")
     if args.output is not None:
         from fathom_eval.run import Run
@@ -62,6 +67,29 @@ def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     with torch.inference_mode():
         return {"link": _link, "kernels": _kernels, "step": _step}[args.what](args, console, device)
+
+
+def _equal_error(args: argparse.Namespace) -> int:
+    from fathom_eval.console import Console
+    from fathom_eval.offload.bench.equal_error import equal_error, write_table
+    from fathom_eval.run import Run
+
+    if args.errors is None or args.output is None:
+        raise UserError("equal-error needs --errors, a fidelity run, and --output, a run of 'bench step'")
+    console = Console(quiet=args.quiet, json=args.json)
+    with Run.load(Path(args.errors)) as errors, Run.load(Path(args.output)) as steps:
+        rows = equal_error(errors.iter_records(), steps.iter_records(), args.reference)
+    for row in rows:
+        console.say(
+            f"{row.step_context}: {row.label} (error {row.error:.4f}, at {row.error_context} tokens, k={row.error_k}) as "
+            f"{row.step_label} of {row.step_model}: {row.step_ms:.2f} ms, {row.ratio:.2f}x the speed of {row.reference} "
+            f"(error {row.reference_error:.4f})"
+        )
+    path = Path(args.output) / "equal_error.csv"
+    write_table(path, rows)
+    console.document({"table": str(path), "rows": [vars(row) for row in rows]})
+    console.result(path, "table")
+    return 0
 
 
 def _link(args: argparse.Namespace, console: Console, device: torch.device) -> int:
@@ -98,6 +126,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.offload.bench import link
     from fathom_eval.offload.bench.sources import closing
     from fathom_eval.offload.bench.steps import Variant, fit_source, measure, with_rerank
+    from fathom_eval.offload.cache import default_lanes
     from fathom_eval.offload.weights import SHAPES
     from fathom_eval.run import record_key
 
@@ -105,13 +134,8 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
     for spec in specs:
         spec.check_k([args.k])
-    variants = [
-        Variant(spec, args.k, batch, sessions, lanes)
-        for batch in numbers(args.batch, "--batch")
-        for sessions in numbers(args.sessions, "--sessions")
-        for lanes in numbers(args.lanes, "--lanes")
-        for spec in specs
-    ]
+    batches, sessions = numbers(args.batch, "--batch"), numbers(args.sessions, "--sessions")
+    lanes = None if args.lanes == "auto" else numbers(args.lanes, "--lanes")
     if device.type != "cuda":
         if args.model == "qwen3-8b-shape":
             raise UserError(
@@ -119,8 +143,16 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
                 "torch references"
             )
         console.say("no CUDA device: there is no link, no graph and no GPU time; the step is checked and its torch references are timed")
-    source = _source(args, console, device, specs, contexts, variants)
-    with closing(source), _open(args, console, device, {"spread": args.spread, "model": source.facts.model_fingerprint}) as opened:
+    source = _source(args, console, device, specs, contexts, max(batches) * max(sessions))
+    variants = [
+        Variant(spec, args.k, batch, count, parts)
+        for batch in batches
+        for count in sessions
+        for parts in lanes or [default_lanes(batch, source.facts.kv_heads)]
+        for spec in specs
+    ]
+    identity = {"spread": args.spread, "model": source.facts.model_fingerprint, "host_pages": args.host_pages}
+    with closing(source), _open(args, console, device, identity) as opened:
         rates = link.quick_rates(device) if device.type == "cuda" else {}
         common: dict[str, Any] = {"device": device_name(str(device)), "spread": args.spread if source.synthetic else None}
         for context in contexts:
@@ -139,13 +171,12 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         return _finish(console, opened)
 
 
-def _source(args: argparse.Namespace, console: Console, device: torch.device, specs: Any, contexts: list[int], variants: Any) -> Any:
+def _source(args: argparse.Namespace, console: Console, device: torch.device, specs: Any, contexts: list[int], most: int) -> Any:
     from fathom_eval.offload.bench.sources import PrefixSource, SyntheticSource
     from fathom_eval.offload.weights import SHAPES
 
     if args.model in SHAPES:
         limit = None if args.host_memory is None else int(args.host_memory * 2**30)
-        most = max(item.batch * item.sessions for item in variants)
         return SyntheticSource(
             SHAPES[args.model],
             specs,
@@ -155,6 +186,7 @@ def _source(args: argparse.Namespace, console: Console, device: torch.device, sp
             index=args.index,
             spread=args.spread,
             host_limit=limit,
+            host_pages=args.host_pages,
             say=console.say,
         )
     from fathom_eval.fidelity import Windows
@@ -181,7 +213,7 @@ def _source(args: argparse.Namespace, console: Console, device: torch.device, sp
         windows.check(context, 1)
         if context > loaded.facts.max_positions:
             raise UserError(f"context {context} exceeds the {loaded.facts.max_positions} positions of {loaded.facts.name}")
-    return PrefixSource(loaded, lambda context: prefill(loaded, windows.token_ids(context, 0)), args.index)
+    return PrefixSource(loaded, lambda context: prefill(loaded, windows.token_ids(context, 0)), args.index, args.host_pages)
 
 
 def _factors(text: str) -> list[float]:
@@ -229,6 +261,10 @@ def _step_line(record: dict[str, Any]) -> str:
     words.append(f"wall {record['wall_ms']:.2f} ms [{record['wall_ms_p10']:.2f}, {record['wall_ms_p90']:.2f}],")
     if record["floor_ratio"] is not None:
         words.append(f"{record['floor_ratio']:.3f} of the floor {record['floor_ms']:.2f} ms,")
+    if record["scan_of_ceiling"] is not None:
+        words.append(f"scan {record['scan_of_ceiling']:.3f} of its ceiling,")
+    if record["ahead_ms"] is not None:
+        words.append(f"ahead {record['ahead_ms']:.2f} ms,")
     words.append(f"{record['scan_bits']:.1f} bits, {record['active_channels']:.1f} channels, rows {record['rows_bytes'] / 1e6:.1f} MB,")
     words.append(f"layers apart {record['distinct_layers']}" + (f", VOID: {record['void_reason']}" if record["void"] else ""))
     return " ".join(words)

@@ -58,7 +58,7 @@ def lanes_of(rows: int, heads: int, count: int) -> list[Lane]:
 
 def default_lanes(rows: int, heads: int) -> int:
     """Two where work can be shared evenly: never slower on an H200, and faster at long contexts."""
-    return 2 if rows * heads % 2 == 0 and (rows % 2 == 0 or heads % 2 == 0) else 1
+    return 2 if rows % 2 == 0 or (rows == 1 and heads % 2 == 0) else 1
 
 
 @dataclass

@@ -95,6 +95,13 @@ def test_a_method_answers_as_in_our_own_evaluation(loaded: LoadedModel) -> None:
     assert info["method"] == branch.spec.label
 
 
+@pytest.mark.parametrize("method", ["h2o", "infllm", "double_sparsity_published:dense_layers=none"])
+def test_a_method_that_watches_the_prefill_answers_too(method: str, loaded: LoadedModel) -> None:
+    lm = FathomLM(loaded, method, 40)
+    lm.generate_until(generations([" ".join([PROSE] * 12)], max_gen_toks=4, until=[]), disable_tqdm=True)
+    assert lm.results[0].finish in ("length", "eos")
+
+
 def test_prompts_of_a_batch_do_not_touch_each_other(loaded: LoadedModel) -> None:
     prompts = [" ".join([PROSE] * count) for count in (3, 9, 5, 7)]
     alone, together = FathomLM(loaded, "sparq", 48), FathomLM(loaded, "sparq", 48, batch_size=3)

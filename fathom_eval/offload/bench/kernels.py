@@ -76,7 +76,8 @@ def measure_scans(context: int, index: str, spread: float, repeats: int, ceiling
     with Arena(shape, device, index) as arena:
         arena.check(count * a_layer)
         keys = SyntheticKeys.draw(HEADS, CHANNELS, spread, device)
-        keys.fill(arena, count * a_layer)
+        arena.grow(count * a_layer)
+        keys.fill(arena)
         layers = [_tables(arena.segments[at * a_layer : (at + 1) * a_layer]) for at in range(count)]
         generator = torch.Generator(device).manual_seed(5)
         query = torch.randn(1, HEADS, GROUP, CHANNELS, generator=generator, device=device).bfloat16()

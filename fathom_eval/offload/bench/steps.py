@@ -202,6 +202,7 @@ def _time(
             "family": item.variant.spec.line,
             "model": source.facts.name,
             "layers": source.facts.layers,
+            "head_dim": source.facts.head_dim,
             "synthetic": source.synthetic,
             "batch": item.variant.batch,
             "sessions": item.variant.sessions,
@@ -222,16 +223,28 @@ def _time(
 
 
 def _floor(record: dict[str, Any]) -> dict[str, Any]:
-    """The time that a step cannot go below: all bytes of the link at its copy rate, then the weights at the GPU memory's own rate."""
+    """The time that a step cannot go below, and how close the scan alone and a fixed plan are to the link.
+
+    The floor is all bytes of the link at its copy rate, then the weights (and an index in HBM) at the GPU memory's own rate. A plan that
+    does not depend on the query could be copied ahead of it; ``ahead_ms`` is what such a step could not go below, all else hidden.
+    """
+    names = ("floor_ms", "floor_ratio", "scan_gb_s", "scan_of_ceiling", "ahead_ms")
     if not record.get("link_gb_s"):
-        return {"floor_ms": None, "floor_ratio": None, "scan_gb_s": None}
-    sessions = record["sessions"]
-    floor = sessions * (record["link_bytes"] / record["link_gb_s"] + record["weight_bytes"] / record["hbm_gb_s"]) / 1e6
-    scan = record["parts_ms"].get("scan", 0.0)
+        return dict.fromkeys(names)
+    sessions, on_host = record["sessions"], record["index"] == "host"
+    link_ms = sessions * record["link_bytes"] / record["link_gb_s"] / 1e6
+    memory_bytes = record["weight_bytes"] + (0 if on_host else record["scan_bytes"])
+    floor = link_ms + sessions * memory_bytes / record["hbm_gb_s"] / 1e6
+    scan, rate = record["parts_ms"].get("scan", 0.0), None
+    # Kernels that ran side by side shared the link, and their own times tell nothing.
+    if scan and record["gpu_sum_ms"] < 1.01 * record["gpu_ms"]:
+        rate = sessions * record["scan_bytes"] / scan / 1e6
     return {
         "floor_ms": floor,
         "floor_ratio": record["gpu_ms"] / floor,
-        "scan_gb_s": sessions * record["scan_bytes"] / scan / 1e6 if scan else None,
+        "scan_gb_s": rate,
+        "scan_of_ceiling": rate and rate / record["link_gb_s" if on_host else "hbm_gb_s"],
+        "ahead_ms": link_ms if on_host and not record["adaptive"] else None,
     }
 
 

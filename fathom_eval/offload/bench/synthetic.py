@@ -1,9 +1,11 @@
 """Synthetic K/V and queries for timing: what a real step reads, without a million tokens of prefill.
 
 Two figures make such data a fair stand-in, and both are measured in the step that is timed: Fathom 48 reads 56 ± 1 bits over 30 to 34
-channels, and the rows of the winners amount to 167 to 216 MB a step (paper, Table 2). Keys have channels of unequal scale. The query heads
-of a group share a part of their projection, so that they share winners; the larger the part, the fewer distinct rows. A tilt of the
-projection towards the keys' strong channels sets how many channels the budget is spent on.
+channels, and the rows of the winners amount to 167 to 216 MB a step (paper, Table 2). Keys have channels of unequal scale, and so have
+queries, as those of real models do. The query heads of a group share a part of their projection, so that they share winners; the larger
+the part, the fewer distinct rows. It is the same part in every channel: a method that picks channels by the queries' size finds strong
+ones rather than those in which the heads happen to agree, and its rows are about as many as everybody's. A tilt of the projection towards
+the keys' strong channels sets how many channels the budget is spent on.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ ROW_BYTES = (167e6, 216e6)
 CHANNELS = (30.0, 34.0)
 """Channels that Fathom 48 must touch; the tilt aims at the middle."""
 
+QUERY_SPREAD = 0.9
+"""Standard deviation of the log scale of the queries' channels."""
+
+_DRAWS = 8
+
 
 @dataclass
 class SyntheticKeys:
@@ -42,28 +49,31 @@ class SyntheticKeys:
     @classmethod
     def draw(cls, heads: int, head_dim: int, spread: float, device: torch.device, seed: int = 0) -> SyntheticKeys:
         """Scales whose logarithm has the standard deviation ``spread``."""
-        generator = torch.Generator(device).manual_seed(seed)
-        half = torch.exp(torch.randn(heads, head_dim // 2, generator=generator, device=device) * spread)
-        return cls(torch.cat([half, half], dim=-1))
+        return cls(_pair_scales((heads, head_dim), spread, torch.Generator(device).manual_seed(seed)))
 
     @property
     def variance(self) -> Tensor:
         """fp32 ``[H, D]``."""
         return self.scale.square()
 
-    def fill(self, arena: Arena, count: int) -> None:
-        """Add ``count`` full segments of random K/V to the arena."""
+    def fill(self, arena: Arena) -> None:
+        """Fill all segments of the arena with random K/V."""
         shape, device = arena.shape, self.scale.device
         generator = torch.Generator(device).manual_seed(1)
         flags = torch.zeros(shape.heads, dtype=torch.int32, device=device)
-        for _ in range(count):
-            (segment,) = arena.grow(1)
+        for segment in arena.segments:
             size = (shape.heads, 64 * shape.blocks, shape.head_dim)
             keys = torch.randn(size, generator=generator, device=device).mul_(self.scale.unsqueeze(1)).to(shape.dtype)
             values = torch.randn(size, generator=generator, device=device).to(shape.dtype)
             fill_segment(segment, keys, values, 0, arena, None, flags)
         if flags.any():
             raise UserError("synthetic keys overflow: give a smaller --spread")
+
+
+def _pair_scales(size: tuple[int, ...], spread: float, generator: torch.Generator) -> Tensor:
+    """Log-normal scales ``[…, D]``, the same for both coordinates of a rotation."""
+    half = torch.exp(torch.randn(*size[:-1], size[-1] // 2, generator=generator, device=generator.device) * spread)
+    return torch.cat([half, half], dim=-1)
 
 
 class SharedQueries:
@@ -79,6 +89,7 @@ class SharedQueries:
         heads, group, head_dim = weights.heads, weights.group, weights.head_dim
         self._rows = heads * group * head_dim
         generator = torch.Generator(weights.device).manual_seed(seed)
+        self._gains = _pair_scales((len(weights.layers), heads, head_dim), QUERY_SPREAD, generator)
         self._own = [layer.projections[: self._rows].clone() for layer in weights.layers]
         inputs = self._own[0].shape[1]
         self._common = [
@@ -94,13 +105,13 @@ class SharedQueries:
         weights = self._weights
         heads, group, head_dim = weights.heads, weights.group, weights.head_dim
         self.share, self.tilt = share, self._fitting_tilt(share)
-        tilted = self._keys.scale.pow(self.tilt).to(weights.dtype).view(heads, 1, head_dim, 1)
-        for layer, own, common in zip(weights.layers, self._own, self._common, strict=True):
+        scales = (self._gains * self._keys.scale.pow(self.tilt)).to(weights.dtype).view(-1, heads, 1, head_dim, 1)
+        for layer, own, common, scale in zip(weights.layers, self._own, self._common, scales, strict=True):
             mixed = own.view(heads, group, head_dim, -1) * (1 - share) ** 0.5 + common * share**0.5
-            layer.projections[: self._rows] = (mixed * tilted).view(self._rows, -1)
+            layer.projections[: self._rows] = (mixed * scale).view(self._rows, -1)
 
     def _fitting_tilt(self, share: float) -> float:
-        low, high = -1.0, 1.0
+        low, high = -1.0, 1.0  # further down, the scales of keys and queries no longer cancel out
         for _ in range(20):
             middle = (low + high) / 2
             low, high = (
@@ -115,9 +126,9 @@ class SharedQueries:
         generator = torch.Generator(scale.device).manual_seed(3)
 
         def draw(group: int) -> Tensor:
-            return torch.randn(256, heads, group, head_dim, generator=generator, device=scale.device)
+            return torch.randn(_DRAWS, len(weights.layers), heads, group, head_dim, generator=generator, device=scale.device)
 
-        query = (draw(weights.group) * (1 - share) ** 0.5 + draw(1) * share**0.5) * scale.pow(tilt).unsqueeze(1)
+        query = (draw(weights.group) * (1 - share) ** 0.5 + draw(1) * share**0.5) * (self._gains * scale.pow(tilt)).unsqueeze(-2)
         query = query * torch.rsqrt(query.square().mean(-1, keepdim=True))
         depths = read_depths(channel_importance(query, self._keys.variance), round(48 * head_dim / 128))
         return float((depths > 0).sum(-1).float().mean())

@@ -13,7 +13,8 @@ import torch
 PARTS = {
     "scan": ("_scan_planes", "_scan_nibbles", "_scan_landmarks", "_gather_channels"),
     "top_k": ("_top_blocks", "_top_tokens"),
-    "rows": ("_union_rows", "_fetch_rows"),
+    "union": ("_union_rows",),
+    "rows": ("_fetch_rows",),
     "rerank": ("_rescore_rows", "_keep_best"),
     "attention": ("_attend_pieces", "_join_pieces"),
     "gemm": ("_linear", "gemm", "gemv", "cutlass", "nvjet", "splitK"),

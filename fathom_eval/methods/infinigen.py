@@ -1,0 +1,106 @@
+"""InfiniGen: rank a layer's keys ahead of its own query."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fathom_eval import columns
+from fathom_eval.methods.base import IF_CHANGED, Method, channel_count, top_channels
+from fathom_eval.planes import PlaneSpec
+from fathom_eval.skewed import SkewedSpec
+from fathom_eval.stores import StoreSpec
+
+if TYPE_CHECKING:
+    from fathom_eval.methods.step import Step
+    from fathom_eval.models import ModelFacts
+    from fathom_eval.prefill import PrefixLayer
+
+
+@dataclass(frozen=True)
+class InfiniGen(Method):
+    """The r channels with the largest |q| of the layer before, summed over the group, and its query for the scores (arXiv:2406.19707).
+
+    The authors multiply the input of the layer before by this layer's query weights, which are not to be had where attention is replaced:
+    what is used is the query that the layer before made of that input with its own weights, at the same position. Little makes the heads of
+    two layers speak of the same channels, so this says what a query that is one layer old is worth by itself, and is a lower bound of
+    their speculation; ``query=own`` is the upper one, as if the two inputs were equal. The first layer has its own query.
+
+    Attributes:
+        r: Channels, a number or a share of head_dim.
+        query: Whose query: ``previous`` or ``own``.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    family: ClassVar[str] = "InfiniGen"
+    source: ClassVar[str] = (
+        "after InfiniGen (arXiv:2406.19707): 4-bit partial channels by the query of the layer before, where the authors multiply that "
+        "layer's input by this layer's weights"
+    )
+
+    r: str = "D/4"
+    query: Literal["previous", "own"] = field(default="previous", metadata=IF_CHANGED)
+
+    def check(self, facts: ModelFacts) -> None:
+        channel_count(self.r, facts.head_dim, f"{self.name}: r")
+
+    def store(self, facts: ModelFacts) -> StoreSpec | None:
+        return PlaneSpec("raw")
+
+    def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
+        return channel_count(self.r, facts.head_dim, f"{self.name}: r")
+
+    def scan_query(self, step: Step) -> Tensor:
+        return step.query if step.previous_query is None or self.query == "own" else step.previous_query
+
+    def plan(self, query: Tensor, index: Any) -> Tensor | None:
+        return top_channels(query.abs().sum(-2), index) * 4
+
+    def typical_bits(self, head_dim: int) -> str:
+        return f"{4.25 * channel_count(self.r, head_dim, f'{self.name}: r'):g}"
+
+    def line(self) -> str:
+        return self.family if self.query == "previous" else f"{self.family} own query"
+
+
+@dataclass(frozen=True)
+class InfiniGenPublished(InfiniGen):
+    """InfiniGen with the authors' skewing: fp16, the first r coordinates along the singular vectors of the queries, the first layer dense.
+
+    They are the columns where queries are largest, in the mean of their squares; the authors sum magnitudes, skew each query head and take
+    0.1 to 0.3 of the columns. Their number of tokens follows the scores, where here k is k. Of the query see :class:`InfiniGen`.
+    """
+
+    name: ClassVar[str] = "infinigen_published"
+    family: ClassVar[str] = "InfiniGen as published"
+    source: ClassVar[str] = (
+        "after snu-comparch/InfiniGen (arXiv:2406.19707): fp16 columns along the singular vectors of the queries after RoPE, layer 0 "
+        "dense; query of the layer before in the place of its input times this layer's weights"
+    )
+    published: ClassVar[bool] = True
+
+    def policy_defaults(self) -> Mapping[str, Any]:
+        return {"dense_layers": (0,)}
+
+    def store(self, facts: ModelFacts) -> StoreSpec | None:
+        return SkewedSpec()
+
+    def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
+        count = channel_count(self.r, facts.head_dim, f"{self.name}: r")
+        leading = torch.arange(facts.head_dim, device=layer.keys.device) < count
+        return leading.expand(layer.keys.shape[0], -1) * columns.BITS
+
+    def plan(self, query: Tensor, index: Any) -> Tensor | None:
+        depths: Tensor = index
+        return depths.expand(query.shape[0], -1, -1)
+
+    def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
+        assert plan is not None
+        return columns.column_bits(plan)
+
+    def typical_bits(self, head_dim: int) -> str:
+        return f"{columns.BITS * channel_count(self.r, head_dim, f'{self.name}: r')}"
