@@ -1,4 +1,4 @@
-"""The transformers attention plug-in, and exact attention over a selection.
+"""The transformers attention plug-in.
 
 ``fathom_eval`` is registered as an attention implementation through transformers' public interface, together with its mask
 function, so that a chunk over a cached prefix stays causal. Without a ``branches`` keyword it is the library's own SDPA (the dense
@@ -60,52 +60,3 @@ def attention(
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-
-
-def attend_selected(
-    query: Tensor,
-    best: tuple[Tensor, Tensor],
-    kept: tuple[Tensor, Tensor],
-    scaling: float,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Exact attention over a selected set, in fp32.
-
-    Args:
-        query: ``[R, H, G, D]``.
-        best: Keys and values that each query head selected, ``[R, H, G, m, D]``.
-        kept: Keys and values that all heads of the group attend to, ``[R, H, c, D]``.
-        mask: ``[R, H, G, m]``, False on selected rows that do not take part.
-
-    Returns:
-        fp32 ``[R, H, G, D]``.
-    """
-    scaled = query.float() * scaling
-    chosen = (best[0].float() @ scaled.unsqueeze(-1)).squeeze(-1)
-    if mask is not None:
-        chosen = chosen.masked_fill(~mask, -torch.inf)
-    weights = torch.cat([chosen, scaled @ kept[0].float().transpose(-1, -2)], dim=-1).softmax(-1)
-    of_best, of_kept = torch.split(weights, [chosen.shape[-1], kept[0].shape[-2]], dim=-1)
-    return (of_best.unsqueeze(-2) @ best[1].float()).squeeze(-2) + of_kept @ kept[1].float()
-
-
-def attend_everything(query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Dense attention of many branches over a shared prefix and their own tails, in fp32, without copying the prefix.
-
-    Args:
-        query: ``[R, H, G, D]``.
-        prefix_keys, prefix_values: ``[H, n, D]``.
-        keys, values: ``[R, H, T, D]``.
-
-    Returns:
-        fp32 ``[R, H, G, D]``.
-    """
-    rows, heads, group, head_dim = query.shape
-    scaled = query.float() * scaling
-    folded = scaled.transpose(0, 1).reshape(heads, rows * group, head_dim)
-    shared = (folded @ prefix_keys.float().transpose(-1, -2)).view(heads, rows, group, -1).transpose(0, 1)
-    own = scaled @ keys.float().transpose(-1, -2)
-    weights = torch.cat([shared, own], dim=-1).softmax(-1)
-    of_prefix, of_tail = torch.split(weights, [prefix_keys.shape[1], keys.shape[2]], dim=-1)
-    mixed = of_prefix.transpose(0, 1).reshape(heads, rows * group, -1) @ prefix_values.float()
-    return mixed.view(heads, rows, group, -1).transpose(0, 1) + of_tail @ values.float()

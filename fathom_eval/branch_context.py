@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fathom_eval.kernels.branches import SharedRows
 from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.prefill import PrefixLayer
 
@@ -25,8 +26,8 @@ class StepContext:
 
     def __init__(self, layer: PrefixLayer, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         self.layer, self.query, self.keys, self.values, self.scaling = layer, query, keys, values, scaling
-        self.prefix_tokens = layer.keys.shape[1]
-        self.tokens = self.prefix_tokens + keys.shape[2]
+        self.shared = SharedRows(layer.keys, layer.values, keys, values)
+        self.prefix_tokens, self.tokens = self.shared.prefix_tokens, self.shared.tokens
 
     def key_range(self, rows: Rows, start: int, stop: int) -> Tensor:
         """Keys of tokens ``[start, stop)``, ``[R, H, stop - start, D]``."""
@@ -47,22 +48,6 @@ class StepContext:
         of_prefix, of_tail = torch.split(weights, [self.prefix_tokens, self.tokens - self.prefix_tokens], dim=-1)
         return folded(of_prefix, self.layer.values.float()) + of_tail @ self.values[rows].float()
 
-    def kept(self, rows: Rows, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K and V of the sink ``[0, start)`` and the window ``[stop, tokens)``, ``[R, H, c, D]``."""
-        pairs = ((self.layer.keys, self.keys[rows]), (self.layer.values, self.values[rows]))
-        keys, values = (
-            torch.cat([self._range(shared, own, 0, start), self._range(shared, own, stop, self.tokens)], dim=2) for shared, own in pairs
-        )
-        return keys, values
-
-    def gather_keys(self, rows: Rows, indices: Tensor, stop: int) -> Tensor:
-        """Keys ``[R, H, G, m, D]`` of the given tokens, all of them below ``stop``."""
-        return self._gather(self.layer.keys, self.keys[rows], indices, stop)
-
-    def gather_values(self, rows: Rows, indices: Tensor, stop: int) -> Tensor:
-        """Values ``[R, H, G, m, D]`` of the given tokens, all of them below ``stop``."""
-        return self._gather(self.layer.values, self.values[rows], indices, stop)
-
     def value_range(self, rows: Rows, start: int, stop: int) -> Tensor:
         """Values of tokens ``[start, stop)``, ``[R, H, stop - start, D]``."""
         return self._range(self.layer.values, self.values[rows], start, stop)
@@ -76,20 +61,19 @@ class StepContext:
         of_prefix = shared[:, min(start, n) : min(stop, n)].expand(len(own), -1, -1, -1)
         return of_prefix if stop <= n else torch.cat([of_prefix, own[:, :, max(start - n, 0) : stop - n]], dim=2)
 
-    def _gather(self, shared: Tensor, own: Tensor, indices: Tensor, stop: int) -> Tensor:
-        n, heads = self.prefix_tokens, shared.shape[0]
-        head = torch.arange(heads, device=indices.device).view(-1, 1, 1)
-        if stop <= n:
-            return _rows_at(shared, indices + head * n)
-        of_prefix = _rows_at(shared, indices.clamp_max(n - 1) + head * n)
-        row = torch.arange(len(own), device=indices.device).view(-1, 1, 1, 1)
-        of_tail = _rows_at(own, (indices - n).clamp_min(0) + (row * heads + head) * own.shape[2])
-        return torch.where((indices < n).unsqueeze(-1), of_prefix, of_tail)
 
+class ScoreBuffer:
+    """Room for all scores of a layer, the same in every layer and step. The rows of a KV head lie side by side."""
 
-def _rows_at(rows: Tensor, flat: Tensor) -> Tensor:
-    """Rows of ``[…, D]`` by their number over all leading dimensions: ``flat […]`` to ``[…, D]``."""
-    return rows.reshape(-1, rows.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, rows.shape[-1])
+    def __init__(self) -> None:
+        self._room: Tensor | None = None
+
+    def of(self, context: StepContext) -> Tensor:
+        """fp32 ``[R, H, G, tokens]``, with whatever was left there."""
+        rows, heads, group, _ = context.query.shape
+        if self._room is None or self._room.shape[-1] < context.tokens:
+            self._room = torch.empty(heads, rows, group, (context.tokens // 256 + 1) * 256, device=context.query.device)
+        return self._room.transpose(0, 1)[..., : context.tokens]
 
 
 def folded(left: Tensor, right: Tensor) -> Tensor:
@@ -98,3 +82,9 @@ def folded(left: Tensor, right: Tensor) -> Tensor:
     product = left.transpose(0, 1).reshape(heads, rows * group, inner) @ right
     unfolded: Tensor = product.view(heads, rows, group, -1).transpose(0, 1)
     return unfolded
+
+
+def reallocation_weights(scores: Tensor, coverage: Tensor, head_dim: int) -> Tensor:
+    """SparQ's softmax weights of approximate scores ``[…, N]``; the temperature sharpens those that saw only part of the query's mass."""
+    temperature = (head_dim * coverage.clamp_min(1e-6)).sqrt().unsqueeze(-1)
+    return (scores / temperature).softmax(-1)

@@ -17,19 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathom_eval.attention import attend_everything, attend_selected
-from fathom_eval.branch_context import Rows, StepContext, sealed_tokens
-from fathom_eval.branch_groups import Counts, ExtendedGroup, MethodGroup, ScanGroup, Scanned, SelectGroup
+from fathom_eval.branch_context import Rows, ScoreBuffer, StepContext, reallocation_weights, sealed_tokens
+from fathom_eval.branch_counts import Counts, Tally
+from fathom_eval.branch_groups import (
+    Bucket,
+    Buckets,
+    ExtendedGroup,
+    MethodGroup,
+    ScanGroup,
+    Scanned,
+    SelectGroup,
+    as_rows,
+    joint_plans,
+)
 from fathom_eval.extended import Field, Scored, attend_extended
 from fathom_eval.gguf_models import one_line
+from fathom_eval.kernels.branches import attend_everything, attend_lists, rerank_lists
+from fathom_eval.kernels.choose import NONE, choose_tokens
 from fathom_eval.memory_errors import is_out_of_memory
 from fathom_eval.methods import MethodSpec
 from fathom_eval.methods.step import Step
 from fathom_eval.models import ModelFacts
 from fathom_eval.prefill import Prefix
 from fathom_eval.reads import Reads
-from fathom_eval.selection import Policy, candidate_range, distinct_rows, select, share_scores, top_indices, union_of_group
+from fathom_eval.selection import Policy, candidate_range, head_scores, union_of_group
 from fathom_eval.stores import ExactSpec, Store, StoreSpec
+
+SETTLED_STEPS = 32
+"""Steps after which what they have read is added up, unless somebody asks before."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,6 @@ class BranchBatch:
         facts: Of the model.
 
     Attributes:
-        counts: What has been read so far, complete after each step.
         failures: Why rows have failed, one line each. What they output from then on means nothing.
     """
 
@@ -57,7 +71,10 @@ class BranchBatch:
         self.prefix, self.branches, self.facts = prefix, tuple(branches), facts
         self.failures: dict[int, str] = {}
         self._device = prefix.layers[0].keys.device
-        self.counts = Counts.zero(len(self.branches), self._device)
+        self._tally = Tally(len(self.branches), len(prefix.layers), facts.kv_heads, self._device)
+        self._unsettled = 0
+        self._settled = False
+        self._scores = ScoreBuffer()
         self._previous: Tensor | None = None
         self._scans = self._scan_groups()
         self._extended: dict[int, ExtendedGroup] = {}
@@ -66,36 +83,56 @@ class BranchBatch:
             if k is not None and spec.method.extended:
                 self._extended[scan.rows.start] = ExtendedGroup(spec, k, scan, [{} for _ in prefix.layers])
         self._selects = self._select_groups()
-        self._dense = _as_rows([row for row, branch in enumerate(self.branches) if branch.k is None], self._device)
-        self._any_dense = any(branch.k is None for branch in self.branches)
+        self._buckets = Buckets(self._selects, self._device)
+        self._dense = tuple(row for row, branch in enumerate(self.branches) if branch.k is None)
+        self._dense_rows = as_rows(self._dense, self._device)
+
+    @property
+    def counts(self) -> Counts:
+        """What has been read so far. Asking for it waits for the device."""
+        self.settle()
+        return self._tally.counts()
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """See :class:`fathom_eval.attention.BranchAttention`."""
+        if layer == 0 or not self._unsettled:
+            self._tally.begin()
+            self._unsettled += 1
         context = StepContext(self.prefix.layers[layer], query, keys, values, scaling)
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-        if self._any_dense:
-            self._attend_densely(context, self._dense, output)
+        if self._dense:
+            self._attend_densely(context, self._dense_rows, self._dense, output)
         if self._scans:
-            scores = torch.empty(*query.shape[:3], context.tokens, dtype=torch.float32, device=query.device)
-            found = [self._scan(group, layer, context, scores) for group in self._scans if not group.policy.is_dense(layer)]
+            scores = self._scores.of(context)
+            scans = [group for group in self._scans if not group.policy.is_dense(layer)]
+            tail = self._score_tail(scans, context, scores)
+            found = [self._scan(group, layer, context, scores, tail) for group in scans]
             scanned = {one.group.rows.start: one for one in found if one is not None}
             for group in self._selects:
                 if group.policy.is_dense(layer):
-                    self._attend_densely(context, group.rows, output)
-                else:
-                    coverage = self._coverage(context, scanned) if group.policy.reallocate else None
-                    self._attend_selected(group, layer, context, scores, coverage, output)
+                    self._attend_densely(context, group.rows, group.numbers, output)
+            for bucket in self._buckets.of(layer):
+                coverage = self._coverage(context, scanned) if bucket.policy.reallocate else None
+                self._attend_selected(bucket, layer, context, scores, coverage, output)
             for start, extended in self._extended.items():
                 if extended.spec.policy.is_dense(layer):
-                    self._attend_densely(context, extended.scan.rows, output)
+                    self._attend_densely(context, extended.scan.rows, range(start, extended.scan.rows.stop), output)
                 else:
                     self._attend_extended(extended, layer, context, scanned.get(start), scores, output)
         self._previous = query
         if layer == len(self.prefix.layers) - 1:
             self._previous = None
-            for scan in self._scans:
-                self._settle(scan)
+            # A method that declares what it cannot is to end with the first step.
+            if not self._settled or self._unsettled == SETTLED_STEPS:
+                self.settle()
         return output
+
+    def settle(self) -> None:
+        """Add up what has been read since the last time. A method whose declared bits fail, fails here."""
+        for scan in self._scans:
+            self._settle(scan)
+        self._tally.settle()
+        self._unsettled, self._settled = 0, True
 
     def _scan_groups(self) -> list[ScanGroup]:
         groups: list[ScanGroup] = []
@@ -130,13 +167,24 @@ class BranchBatch:
         for row, branch in enumerate(self.branches):
             if branch.k is not None and not branch.spec.method.extended:
                 members.setdefault((branch.k, branch.spec.policy), []).append(row)
-        return [SelectGroup(k, policy, _as_rows(rows, self._device)) for (k, policy), rows in members.items()]
+        return [SelectGroup(k, policy, as_rows(rows, self._device), tuple(rows)) for (k, policy), rows in members.items()]
 
-    def _scan(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor) -> Scanned | None:
+    def _score_tail(self, groups: Sequence[ScanGroup], context: StepContext, scores: Tensor) -> bool:
+        """Score the unsealed tokens of all rows exactly, in one go where all seal the same tokens."""
+        plain = [group for group in groups if group.rows.start not in self._extended]
+        sealed = {sealed_tokens(context.tokens, group.policy.local) for group in plain}
+        if len(sealed) != 1:
+            return False
+        [start] = sealed
+        rows = slice(plain[0].rows.start, plain[-1].rows.stop)
+        scores[rows, ..., start:] = context.exact_scores(rows, context.query[rows], start)
+        return True
+
+    def _scan(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor, tail: bool) -> Scanned | None:
         """Score all tokens for the rows of one store; None where the group has failed."""
         if not group.failed:
             try:
-                return self._scan_store(group, layer, context, scores)
+                return self._scan_store(group, layer, context, scores, tail)
             except Exception as error:
                 self._fail(range(group.rows.start, group.rows.stop), f"layer {layer}", error)
                 group.failed = True
@@ -144,8 +192,8 @@ class BranchBatch:
         scores[group.rows] = -torch.arange(context.tokens, dtype=torch.float32, device=self._device)
         return None
 
-    def _scan_store(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor) -> Scanned:
-        """Score sealed blocks by the store, and the unsealed tail exactly."""
+    def _scan_store(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor, tail: bool) -> Scanned:
+        """Score sealed blocks by the store, and the unsealed tail exactly unless that is done."""
         sealed = sealed_tokens(context.tokens, group.policy.local)
         shared = context.layer.store(group.store, group.sealed)
         own = self._seal(group, layer, context, shared, sealed)
@@ -155,36 +203,30 @@ class BranchBatch:
         query = context.query[group.rows] if step is None else group.methods[0].spec.method.scan_query(step)
         projected = shared.project(query)
         plan = self._plan(group, layer, projected, step)
-        parts, reads = [], None
-        for store in stores:
-            found, touched = store.scan(query, projected, plan)
-            if found.shape != (*query.shape[:3], store.tokens):
-                raise ValueError(f"its store gave scores of shape {tuple(found.shape)} for {store.tokens} sealed tokens")
-            counted = 0 if isinstance(group.store, ExactSpec) else store.tokens
-            if touched.tokens != counted or touched.code_bits.shape != query.shape[:2]:
-                shape = tuple(touched.code_bits.shape)
-                raise ValueError(f"its store reports reads of {touched.tokens} of {store.tokens} tokens, shape {shape}")
-            parts.append(found)
-            reads = touched if reads is None else reads + touched
-        parts.append(context.exact_scores(group.rows, query, sealed))
-        torch.cat(parts, dim=-1, out=scores[group.rows])
-        group.reads.append(reads if reads is not None else Reads.none(query.shape[0], query.shape[1], query.device))
+        reads = shared.scan_into(query, projected, plan, scores[group.rows][..., :sealed], own)
+        counted = 0 if isinstance(group.store, ExactSpec) else sealed
+        if reads.tokens != counted or (isinstance(reads, Reads) and reads.code_bits.shape != query.shape[:2]):
+            shape = tuple(reads.code_bits.shape) if isinstance(reads, Reads) else ()
+            raise ValueError(f"its store reports reads of {reads.tokens} of {sealed} tokens, shape {shape}")
+        if step is not None or not tail:
+            scores[group.rows, ..., sealed:] = context.exact_scores(group.rows, query, sealed)
+        group.reads.append(reads)
         return Scanned(group, shared, stores, query, plan)
 
     def _plan(self, group: ScanGroup, layer: int, projected: Tensor, step: Step | None) -> Tensor | None:
         """The plans of all rows. A method that fails here reads nothing from now on."""
-        parts: list[Tensor | None] = []
-        for method in group.methods:
-            part = None
-            if not method.failed:
-                try:
-                    rows, index = projected[method.rows], method.indexes[layer]
-                    part = method.spec.method.plan(rows, index) if step is None else method.spec.method.plan_step(rows, step)
-                    if part is not None and part.shape[:2] != rows.shape[:2]:
-                        raise ValueError(f"its plan is of shape {tuple(part.shape)} for {rows.shape[0]} rows and {rows.shape[1]} heads")
-                except Exception as error:
-                    self._fail_method(group, method, f"layer {layer}", error)
-            parts.append(part)
+        parts: list[Tensor | None] = [None] * len(group.methods) if step is not None else joint_plans(group.methods, layer, projected)
+        for at, method in enumerate(group.methods):
+            if method.failed or parts[at] is not None:
+                continue
+            try:
+                rows, index = projected[method.rows], method.indexes[layer]
+                part = method.spec.method.plan(rows, index) if step is None else method.spec.method.plan_step(rows, step)
+                if part is not None and part.shape[:2] != rows.shape[:2]:
+                    raise ValueError(f"its plan is of shape {tuple(part.shape)} for {rows.shape[0]} rows and {rows.shape[1]} heads")
+                parts[at] = part
+            except Exception as error:
+                self._fail_method(group, method, f"layer {layer}", error)
         planned = [part for part in parts if part is not None]
         if group.failed or not planned:
             return None
@@ -196,7 +238,7 @@ class BranchBatch:
             if not method.failed:
                 self._fail_method(group, method, f"layer {layer}", ValueError("its plan is not of the form that its store needs"))
             parts[at] = planned[0].new_zeros(method.rows.stop - method.rows.start, *planned[0].shape[1:])
-        return torch.cat([part for part in parts if part is not None])
+        return torch.cat([part for part in parts if part is not None]) if len(parts) > 1 else parts[0]
 
     def _step(self, group: ExtendedGroup, layer: int, context: StepContext, stores: tuple[Store, ...]) -> Step:
         rows = group.scan.rows
@@ -224,35 +266,22 @@ class BranchBatch:
         return own
 
     def _settle(self, group: ScanGroup) -> None:
-        """Add up what a group has read in this step."""
-        if group.failed or not group.reads:  # every layer is dense
+        """Add up what a group has read since the last time."""
+        if not group.reads:  # every layer is dense
             return
-        counts, heads = self.counts, self.facts.kv_heads
-        tokens = torch.tensor([reads.tokens for reads in group.reads], dtype=torch.int64, device=self._device)
-        counts.scan_bits[group.rows] += torch.stack([reads.bits for reads in group.reads]).sum((0, 2))
-        counts.channels[group.rows] += torch.stack([reads.channels for reads in group.reads]).sum((0, 2))
-        counts.scan_tokens[group.rows] += tokens.sum() * heads
-        counts.scans[group.rows] += len(group.reads)
+        tokens = self._tally.scan(group.rows, group.reads)
         for method in group.methods:
-            if method.failed:
-                continue
-            rows = slice(group.rows.start + method.rows.start, group.rows.start + method.rows.stop)
-            if not method.spec.method.declares:
-                counts.declared_bits[rows] = torch.nan
-            else:
-                try:
-                    counts.declared_bits[rows] += (self._declared(method) * tokens).sum(-1)
-                except Exception as error:
-                    self._fail_method(group, method, "declared bits", error)
+            if not method.failed:
+                rows = slice(group.rows.start + method.rows.start, group.rows.start + method.rows.stop)
+                if not method.spec.method.declares:
+                    self._tally.declared_bits[rows] = torch.nan
+                else:
+                    try:
+                        self._tally.declared_bits[rows] += (method.declared_bits(self.facts, self._device) * tokens).sum(-1)
+                    except Exception as error:
+                        self._fail_method(group, method, "declared bits", error)
             method.plans.clear()
         group.reads.clear()
-
-    def _declared(self, method: MethodGroup) -> Tensor:
-        """Bits per token that a method declares for this step's plans, summed over heads, ``[rows or 1, layers or 1]``."""
-        declared = method.spec.method.declared_bits(torch.stack(method.plans) if method.plans else None, self.facts)
-        if isinstance(declared, Tensor):
-            return declared.double().sum(-1).T
-        return torch.tensor(declared * self.facts.kv_heads, device=self._device)
 
     def _coverage(self, context: StepContext, scanned: dict[int, Scanned]) -> Tensor:
         coverage = torch.ones(context.query.shape[:3], dtype=torch.float32, device=self._device)
@@ -262,58 +291,51 @@ class BranchBatch:
         return coverage
 
     def _attend_selected(
-        self, group: SelectGroup, layer: int, context: StepContext, scores: Tensor, coverage: Tensor | None, output: Tensor
+        self, bucket: Bucket, layer: int, context: StepContext, scores: Tensor, coverage: Tensor | None, output: Tensor
     ) -> None:
-        if not group.failed:
+        if not any(group.failed for group in bucket.groups):
             try:
-                output[group.rows] = self._select_and_attend(group, context, scores[group.rows], coverage)
+                output[bucket.rows] = self._select_and_attend(bucket, context, layer, scores[bucket.rows], coverage)
                 return
             except Exception as error:
-                rows = group.rows
-                numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-                self._fail(numbers, f"layer {layer}", error)
-                group.failed = True
-        output[group.rows] = 0
+                self._tally.clear(layer, bucket.rows)
+                self._fail(bucket.numbers if len(bucket.groups) == 1 else (), f"layer {layer}", error)
+        if len(bucket.groups) == 1:
+            bucket.groups[0].failed = True
+            output[bucket.rows] = 0
+            return
+        for group in bucket.groups:  # one by one, so that only what fails by itself ends
+            self._attend_selected(Bucket.of([group], self._device), layer, context, scores, coverage, output)
 
-    def _select_and_attend(self, group: SelectGroup, context: StepContext, approximate: Tensor, coverage: Tensor | None) -> Tensor:
-        policy, tokens, rows = group.policy, context.tokens, group.rows
-        start, stop = candidate_range(tokens, policy, sealed_tokens(tokens, policy.local))
-        free = group.k - (tokens - (stop - start))
-        count = min(stop - start, free)
-        best = select(approximate, min(stop - start, int(free * policy.rerank)), policy, (start, stop))
-        if best.shape[-1] > count:
-            best = self._rerank(group, context, best, count, stop)
-        self.counts.rows[rows] += (distinct_rows(best, tokens) + (tokens - (stop - start))).sum(-1)
-        self.counts.fired[rows] += 1
-        fetched, mask = (best, None) if policy.attend == "own" else union_of_group(best)
-        kept_keys, kept_values = context.kept(rows, start, stop)
-        keys, values = context.gather_keys(rows, fetched, stop), context.gather_values(rows, fetched, stop)
-        output = attend_selected(context.query[rows], (keys, values), (kept_keys, kept_values), context.scaling, mask)
+    def _select_and_attend(self, bucket: Bucket, context: StepContext, layer: int, approximate: Tensor, coverage: Tensor | None) -> Tensor:
+        policy, tokens, rows = bucket.policy, context.tokens, bucket.rows
+        contest, query, shared = bucket.contest(tokens, self._device), context.query[rows], context.shared.of(rows)
+        if policy.share == "head":
+            lists = choose_tokens(approximate, contest)
+        else:
+            lists = choose_tokens(head_scores(approximate, policy.share)[:, :, :1], contest).expand(-1, -1, query.shape[2], -1).contiguous()
+        if contest.reranks:
+            self._tally.count(layer, rows, lists, contest, tokens, fetched=True)
+            lists = rerank_lists(query, shared, lists, contest, policy.share)[..., : max(contest.counts)]
+        self._tally.count(layer, rows, lists, contest, tokens)
+        self._tally.attend(bucket.numbers, [start + tokens - stop for start, stop in zip(contest.starts, contest.stops, strict=True)])
+        attended, mask = lists, None
+        if policy.attend == "union":
+            attended, mask = union_of_group(lists)
+            mask = mask & (attended < NONE)
+            attended = attended.masked_fill(~mask, 0)
+        output = attend_lists(query, shared, attended, contest, context.scaling, mask)
         if coverage is not None:
-            # SparQ's temperature sharpens scores that saw only part of the query's mass.
-            temperature = (output.shape[-1] * coverage[rows].clamp_min(1e-6)).sqrt().unsqueeze(-1)
-            weights = (approximate / temperature).softmax(-1)
-            missed = weights[..., start:stop].sum(-1, keepdim=True) - weights.gather(-1, best).sum(-1, keepdim=True)
+            weights = reallocation_weights(approximate, coverage[rows], output.shape[-1])
+            # All rows of a bucket that reallocates have one range of candidates.
+            competing = weights[..., contest.starts[0] : contest.stops[0]].sum(-1, keepdim=True)
+            missed = competing - weights.gather(-1, lists.long()).sum(-1, keepdim=True)
             output = (1 - missed) * output + missed * context.mean_value(rows).unsqueeze(-2)
         return output
 
-    def _rerank(self, group: SelectGroup, context: StepContext, candidates: Tensor, count: int, stop: int) -> Tensor:
-        """Rescore the candidates with their own keys and keep the best."""
-        # Ascending, so that of equal scores the lower token is kept.
-        candidates = candidates.sort(-1).values
-        keys = context.gather_keys(group.rows, candidates, stop)
-        exact = (keys.float() @ context.query[group.rows].float().unsqueeze(-1)).squeeze(-1)
-        best = candidates.gather(-1, top_indices(share_scores(exact, group.policy), count))
-        extra = distinct_rows(candidates, context.tokens) - distinct_rows(best, context.tokens)
-        self.counts.candidates[group.rows] += extra.sum(-1)
-        return best
-
-    def _attend_densely(self, context: StepContext, rows: Rows, output: Tensor) -> None:
-        output[rows] = attend_everything(
-            context.query[rows], context.layer.keys, context.layer.values, context.keys[rows], context.values[rows], context.scaling
-        )
-        self.counts.rows[rows] += context.tokens * self.facts.kv_heads
-        self.counts.fired[rows] += 1
+    def _attend_densely(self, context: StepContext, rows: Rows, numbers: Sequence[int], output: Tensor) -> None:
+        output[rows] = attend_everything(context.query[rows], context.shared.of(rows), context.scaling)
+        self._tally.attend(numbers, context.tokens)
 
     def _attend_extended(
         self, group: ExtendedGroup, layer: int, context: StepContext, scanned: Scanned | None, scores: Tensor, output: Tensor
@@ -343,9 +365,8 @@ class BranchBatch:
             lambda weights: context.mix(rows, weights),
             lambda: context.mean_value(rows),
         )
-        self.counts.rows[rows] += found.selection.rows.sum(-1)
-        self.counts.candidates[rows] += found.selection.candidate_rows.sum(-1)
-        self.counts.fired[rows] += 1
+        self._tally.add_rows(layer, rows, found.selection.rows, found.selection.candidate_rows)
+        self._tally.attend(range(rows.start, rows.stop), 0)
         return found.output
 
     def _fail_method(self, group: ScanGroup, method: MethodGroup, where: str, error: Exception) -> None:
@@ -379,9 +400,3 @@ def _scan_key(branch: Branch, facts: ModelFacts) -> tuple[StoreSpec | None, Poli
 def _scan_policy(policy: Policy) -> Policy:
     """What of a policy matters to a scan: the window decides what is sealed, and dense layers are not scanned."""
     return Policy(local=policy.local, dense_layers=policy.dense_layers, dense_every=policy.dense_every)
-
-
-def _as_rows(rows: Sequence[int], device: torch.device) -> Rows:
-    if rows and list(rows) == list(range(rows[0], rows[-1] + 1)):
-        return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -138,20 +138,25 @@ def decode(
         logits = output.logits[:, -1].float()
         current = logits.argmax(-1, keepdim=True)
         tokens.append(current)
-        broken = (~torch.isfinite(logits).all(-1)).tolist()
-        failed = [batch.failures.get(row) for row in range(rows)]
-        ended = torch.isin(current.squeeze(-1), ends).tolist()
+        # One wait for the device a step.
+        broken, ended = torch.stack([~torch.isfinite(logits).all(-1), torch.isin(current.squeeze(-1), ends)]).tolist()
         stopped = [False] * rows if stops is None else stops.add(current.squeeze(-1).tolist(), [count is None for count in counted])
+        last = step == max_new_tokens - 1
+        if last or any(any(flags) for flags in (broken, ended, stopped)):
+            batch.settle()  # which may find that a method fails
+        failed = [batch.failures.get(row) for row in range(rows)]
+        counts: dict[str, list[float]] | None = None
         for row in range(rows):
             unusable = broken[row] or failed[row] is not None
-            if counted[row] is None and (unusable or ended[row] or stopped[row] or step == max_new_tokens - 1):
+            if counted[row] is None and (unusable or ended[row] or stopped[row] or last):
                 if unusable:
                     finish[row], errors[row] = "error", failed[row] or f"the logits of step {step} are not finite"
                 elif ended[row] or stopped[row]:
                     finish[row] = "eos" if ended[row] else "stop"
                 lengths[row] = step if unusable else step + 1
-                counts = counted[row] = _counts(batch, row, step + 1)
-                impossible = None if unusable else _impossible_reads(batch.branches[row], counts)
+                counts = batch.counts.lists() if counts is None else counts
+                reads = counted[row] = _counts(batch, counts, row, step + 1)
+                impossible = None if unusable else _impossible_reads(batch.branches[row], reads)
                 if impossible is not None:
                     finish[row], errors[row] = "error", impossible
         if progress is not None:
@@ -178,17 +183,16 @@ def _impossible_reads(branch: Branch, counts: dict[str, Any]) -> str | None:
     return None
 
 
-def _counts(batch: BranchBatch, row: int, steps: int) -> dict[str, Any]:
+def _counts(batch: BranchBatch, counts: dict[str, list[float]], row: int, steps: int) -> dict[str, Any]:
     """A branch's counters as means, taken at its last step: rows that have finished are carried along but not counted."""
-    counts = batch.counts
-    scanned = int(counts.scan_tokens[row])
+    scanned = counts["scan_tokens"][row]
     attended = batch.facts.layers * batch.facts.kv_heads * steps
     return {
         "steps": steps,
-        "fired": int(counts.fired[row]),
-        "bits": int(counts.scan_bits[row]) / scanned if scanned else None,
-        "declared_bits": float(counts.declared_bits[row]) / scanned if scanned and batch.branches[row].spec.method.declares else None,
-        "channels": int(counts.channels[row]) / (int(counts.scans[row]) * batch.facts.kv_heads) if scanned else None,
-        "rows": int(counts.rows[row]) / attended,
-        "candidate_rows": int(counts.candidates[row]) / attended,
+        "fired": counts["fired"][row],
+        "bits": counts["scan_bits"][row] / scanned if scanned else None,
+        "declared_bits": counts["declared_bits"][row] / scanned if scanned and batch.branches[row].spec.method.declares else None,
+        "channels": counts["channels"][row] / (counts["scans"][row] * batch.facts.kv_heads) if scanned else None,
+        "rows": counts["rows"][row] / attended,
+        "candidate_rows": counts["candidates"][row] / attended,
     }

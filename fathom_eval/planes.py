@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,7 @@ from fathom_eval.calibration_file import SESSION, statistics_of
 from fathom_eval.kernels.pack import BLOCK, block_scales, pack_planes, quantise, unpack_plane
 from fathom_eval.reads import Reads
 from fathom_eval.scales import eight_bit_scales, scale_unit
-from fathom_eval.stores import Store, StoreSpec, batched_scores
+from fathom_eval.stores import DeferredReads, Store, StoreSpec, batched_scores, score_into
 from fathom_eval.waterfill import read_depths
 
 if TYPE_CHECKING:
@@ -111,6 +112,25 @@ class _Segment:
         return values.flatten(-2)
 
 
+@dataclass(frozen=True)
+class PlaneReads(DeferredReads):
+    """The planes that a scan read of each channel, boolean ``[R, H, P, D]``: the mask that its queries were multiplied with."""
+
+    mask: Tensor
+    tokens: int
+    scale_bits: int
+
+    @classmethod
+    def totals(cls, noted: Sequence[DeferredReads]) -> tuple[Tensor, Tensor]:
+        """See :class:`~fathom_eval.stores.DeferredReads`. All are of one store, so that a scale has one size."""
+        reads = [one for one in noted if isinstance(one, PlaneReads)]
+        planes = torch.stack([one.mask for one in reads]).sum(-1)  # channels of which each plane was read
+        channels = planes[..., 0]
+        tokens = torch.tensor([one.tokens for one in reads]).to(planes.device, non_blocking=True).view(-1, 1, 1)
+        bits = planes.sum(-1) * tokens + channels * (tokens // BLOCK * reads[0].scale_bits)
+        return bits.sum((0, 2)), channels.sum((0, 2))
+
+
 class PlaneStore(Store):
     """Keys as bit planes, laid out ``[head][channel][plane][block]`` in segments.
 
@@ -144,6 +164,8 @@ class PlaneStore(Store):
         self._limits = limits
         self._device = torch.device(device)
         self._segment_blocks = segment_blocks
+        self._scale_bits = 16 if scale_unit is None else 8
+        self._levels = torch.arange(planes, device=self._device).view(-1, 1)
         self.segments: list[_Segment] = []
 
     @property
@@ -203,8 +225,7 @@ class PlaneStore(Store):
         assert plan is not None, "a plane store needs read depths"
         if self._limits is not None:
             plan = torch.minimum(plan, self._limits)
-        levels = torch.arange(self._planes, device=plan.device).view(-1, 1)
-        read = plan.unsqueeze(-2) > levels  # [R, H, P, D]
+        read = plan.unsqueeze(-2) > self._levels  # [R, H, P, D]
         queries = projected.unsqueeze(-3) * read.unsqueeze(-2)  # [R, H, P, G, D]
         scores = torch.cat([self._scan_segment(segment, queries) for segment in self.segments], dim=-1)
         if self._basis is not None:
@@ -214,11 +235,35 @@ class PlaneStore(Store):
         planes_read = read.sum((-1, -2))
         return scores, Reads(
             code_bits=planes_read * (blocks * BLOCK),
-            scale_bits=channels * (blocks * (16 if self._scale_unit is None else 8)),
+            scale_bits=channels * (blocks * self._scale_bits),
             other_bits=torch.zeros_like(channels),
             channels=channels,
             tokens=self.tokens,
         )
+
+    def scan_into(
+        self, query: Tensor, projected: Tensor, plan: Tensor | None, out: Tensor, own: Store | None = None
+    ) -> Reads | DeferredReads:
+        """See :meth:`Store.scan_into`: :meth:`scan` with fewer operations, and the same mask of what is read for both stores."""
+        assert plan is not None, "a plane store needs read depths"
+        if self._limits is not None:
+            plan = torch.minimum(plan, self._limits)
+        rows, heads, group, channels = projected.shape
+        read = plan.unsqueeze(-2) > self._levels  # [R, H, P, D]
+        queries = torch.empty(heads, rows, group, self._planes, channels, dtype=torch.float32, device=query.device)
+        torch.mul(projected.transpose(0, 1).unsqueeze(-2), read.transpose(0, 1).unsqueeze(2), out=queries)
+        done = 0
+        for store in (self, own):
+            for segment in store.segments if isinstance(store, PlaneStore) else ():
+                piece = out[..., done : done + segment.blocks * BLOCK]
+                if store is self and self._decode(segment) and segment.decoded is not None:
+                    score_into(queries.view(heads, rows * group, -1), segment.decoded, piece)
+                else:
+                    piece.copy_(self._scan_segment(segment, queries.permute(1, 0, 3, 2, 4)))
+                done += segment.blocks * BLOCK
+        if self._basis is not None:
+            out += query.float() @ self._basis.mean.unsqueeze(-1)
+        return PlaneReads(read, done, self._scale_bits)
 
     def coverage(self, projected: Tensor, plan: Tensor | None) -> Tensor:
         assert plan is not None
@@ -228,10 +273,7 @@ class PlaneStore(Store):
         return (magnitude * (plan.unsqueeze(-2) > 0)).sum(-1) / magnitude.sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _scan_segment(self, segment: _Segment, queries: Tensor) -> Tensor:
-        if segment.decoded is None and self._decoded_bytes(segment) <= DECODED_LIMIT:
-            values = [segment.plane_values(plane) for plane in range(self._planes)]
-            segment.decoded = torch.stack(values, dim=-3).flatten(-3, -2)  # […, P·D, tokens]
-        if segment.decoded is not None:
+        if self._decode(segment) and segment.decoded is not None:
             flat = queries.transpose(-3, -2).flatten(-2)  # [R, H, G, P·D]
             return batched_scores(flat, segment.decoded)
         scores: Tensor | float = 0.0
@@ -239,8 +281,9 @@ class PlaneStore(Store):
             scores = scores + batched_scores(queries[:, :, plane], segment.plane_values(plane))
         return torch.as_tensor(scores)
 
-    def _decoded_bytes(self, segment: _Segment) -> int:
-        heads = 1
-        for size in self._lead:
-            heads *= size
-        return heads * self._channels * self._planes * segment.blocks * BLOCK * 4
+    def _decode(self, segment: _Segment) -> bool:
+        """Whether a segment's planes are kept decoded, ``[…, P·D, tokens]``."""
+        if segment.decoded is None and 4 * self._planes * segment.scales[..., : segment.blocks].numel() * BLOCK <= DECODED_LIMIT:
+            values = [segment.plane_values(plane) for plane in range(self._planes)]
+            segment.decoded = torch.stack(values, dim=-3).flatten(-3, -2)
+        return segment.decoded is not None

@@ -115,9 +115,14 @@ def select(scores: Tensor, count: int, policy: Policy, candidates: tuple[int, in
 
 def share_scores(scores: Tensor, policy: Policy) -> Tensor:
     """The scores that each head selects by: its own, or one set of the group's for all of its heads."""
-    if policy.share == "head":
+    return head_scores(scores, policy.share)
+
+
+def head_scores(scores: Tensor, share: str) -> Tensor:
+    """:func:`share_scores` by the name of the policy's switch."""
+    if share == "head":
         return scores
-    shared = scores.sum(-2, keepdim=True) if policy.share == "group_sum" else scores.amax(-2, keepdim=True)
+    shared = scores.sum(-2, keepdim=True) if share == "group_sum" else scores.amax(-2, keepdim=True)
     return shared.expand_as(scores)
 
 

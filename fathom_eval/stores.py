@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,21 @@ from fathom_eval.reads import Reads
 
 if TYPE_CHECKING:
     from fathom_eval.prefill import PrefixLayer
+
+
+class DeferredReads(ABC):
+    """What a scan read, noted in a form from which :class:`~fathom_eval.reads.Reads` are counted later, for many scans at once.
+
+    Attributes:
+        tokens: Tokens scanned.
+    """
+
+    tokens: int
+
+    @classmethod
+    @abstractmethod
+    def totals(cls, noted: Sequence[DeferredReads]) -> tuple[Tensor, Tensor]:
+        """Bits and channels read in these scans of R branches, summed over scans and KV heads, both int64 ``[R]``."""
 
 
 class Store(ABC):
@@ -63,6 +79,26 @@ class Store(ABC):
             :class:`~fathom_eval.methods.base.Method` says under ``ranks_all`` and ``forces``, which the method must declare.
         """
 
+    def scan_into(
+        self, query: Tensor, projected: Tensor, plan: Tensor | None, out: Tensor, own: Store | None = None
+    ) -> Reads | DeferredReads:
+        """:meth:`scan` this store and then ``own``, the blocks that the branches sealed themselves, into ``out [R, H, G, tokens]``.
+
+        Raises:
+            ValueError: The scores are not of the shape that they must be.
+        """
+        reads, done = None, 0
+        for store in (self, own):
+            if store is None or not store.tokens:
+                continue
+            scores, touched = store.scan(query, projected, plan)
+            if scores.shape != (*query.shape[:3], store.tokens):
+                raise ValueError(f"its store gave scores of shape {tuple(scores.shape)} for {store.tokens} sealed tokens")
+            out[..., done : done + store.tokens] = scores
+            done += store.tokens
+            reads = touched if reads is None else reads + touched
+        return Reads.none(query.shape[0], query.shape[1], query.device) if reads is None else reads
+
     def coverage(self, projected: Tensor, plan: Tensor | None) -> Tensor:
         """The share ‖q̂‖₁/‖q‖₁ of the query's mass on the channels that are read, ``[R, H, G]`` (SparQ's temperature)."""
         return torch.ones(projected.shape[:-1], device=projected.device)
@@ -104,7 +140,7 @@ class ExactStore(Store):
         return ExactStore(self._keys.new_empty(rows, self._keys.shape[-3], 0, self._keys.shape[-1]))
 
     def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
-        scores = query.float() @ self._keys.float().transpose(-1, -2)
+        scores = batched_scores(query.float(), self._keys.float().transpose(-1, -2))
         return scores, Reads.none(query.shape[0], query.shape[1], query.device)
 
 
@@ -176,7 +212,7 @@ class LandmarkStore(Store):
         return LandmarkStore(self._landmarks.new_empty(rows, heads, 0, channels), self._size)
 
     def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Reads]:
-        scores = query.float() @ self._landmarks.float().transpose(-1, -2)
+        scores = batched_scores(query.float(), self._landmarks.float().transpose(-1, -2))
         rows, heads, _, channels = query.shape
         zero = torch.zeros(rows, heads, dtype=torch.int64, device=query.device)
         entries = self._landmarks.shape[-2] * channels
@@ -191,3 +227,13 @@ def batched_scores(queries: Tensor, values: Tensor) -> Tensor:
     rows, heads, group, channels = queries.shape
     folded = queries.transpose(0, 1).reshape(heads, rows * group, channels) @ values
     return folded.view(heads, rows, group, -1).transpose(0, 1)
+
+
+def score_into(folded: Tensor, values: Tensor, out: Tensor) -> None:
+    """``[H, R·G, C] × [H, C, n]`` into ``out [R, H, G, n]``, without a copy where a head's rows of ``out`` are evenly spaced."""
+    rows, heads, group, tokens = out.shape
+    by_head = out.transpose(0, 1)
+    if by_head.stride(1) == group * by_head.stride(2) and by_head.stride(3) == 1:
+        torch.bmm(folded, values, out=by_head.view(heads, rows * group, tokens))
+    else:
+        by_head.copy_((folded @ values).view(heads, rows, group, tokens))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def channel_importance(query: Tensor, variance: Tensor) -> Tensor:
     return query.float().square().sum(-2) * variance
 
 
-def read_depths(importance: Tensor, budget: int | Tensor, max_depth: int = 4, limits: Tensor | None = None) -> Tensor:
+def read_depths(importance: Tensor, budget: int | tuple[int, ...] | Tensor, max_depth: int = 4, limits: Tensor | None = None) -> Tensor:
     """Spend ``budget`` bits a key on the channels by reverse water-filling (Eq. 4).
 
     Eq. 4 gives channel j depth ``clip(round(log4(g_j / theta)), 0, max_depth)`` with the smallest theta whose depths fit the
@@ -30,7 +32,8 @@ def read_depths(importance: Tensor, budget: int | Tensor, max_depth: int = 4, li
 
     Args:
         importance: Non-negative ``[..., D]``.
-        budget: Code bits a key; what exceeds ``D * max_depth`` is not spent. One for all, or integers that broadcast to ``[...]``.
+        budget: Code bits a key; what exceeds ``D * max_depth`` is not spent. One for all, one for each of the first
+            dimension, or a tensor of integers that broadcasts to ``[...]``.
         limits: Depths that single channels must not exceed, integers of the shape of ``importance`` or broadcast to it.
 
     Returns:
@@ -42,13 +45,31 @@ def read_depths(importance: Tensor, budget: int | Tensor, max_depth: int = 4, li
         missing = torch.arange(max_depth, device=importance.device) >= limits.unsqueeze(-1)
         thresholds = thresholds.masked_fill(missing, -1.0)  # behind all that a channel has, however unimportant
     ordered = thresholds.flatten(-2).sort(dim=-1, descending=True, stable=True)
-    count = channels * max_depth if isinstance(budget, Tensor) else min(budget, channels * max_depth)
-    taken = ordered.indices[..., :count] // max_depth
-    depths = torch.zeros_like(importance, dtype=torch.int64)
-    spent = torch.ones_like(taken) if limits is None else (ordered.values[..., :count] >= 0).long()
+    places = channels * max_depth
     if isinstance(budget, Tensor):
-        spent = spent * (torch.arange(count, device=importance.device) < budget.unsqueeze(-1))
-    return depths.scatter_add_(-1, taken, spent)
+        spent = (torch.arange(places, device=importance.device) < budget.unsqueeze(-1)).long()
+    elif isinstance(budget, int):
+        spent = _first_places((budget,), places, importance.device)[0]
+    else:
+        spent = _first_places(budget, places, importance.device).view(-1, *[1] * (importance.dim() - 2), places)
+    if limits is not None:
+        spent = spent * (ordered.values >= 0)
+    taken = torch.zeros_like(ordered.indices).scatter_(-1, ordered.indices, spent.expand_as(ordered.indices))
+    depths: Tensor = taken.unflatten(-1, (channels, max_depth)).sum(-1)
+    return depths
+
+
+@functools.lru_cache(maxsize=64)
+def _first_places(counts: tuple[int, ...], places: int, device: torch.device) -> Tensor:
+    """int64 ``[len(counts), places]``: 1 in the first so many places of each row. Made once: a step must not wait for the device."""
+    return (torch.arange(places) < torch.tensor(counts).unsqueeze(-1)).long().to(device)
+
+
+def channel_ranks(importance: Tensor, counts: tuple[int, ...], depth: int) -> Tensor:
+    """int64 ``depth`` on each row's ``counts`` most important channels of ``[R, …, D]``, 0 elsewhere; of equal ones the lower is taken."""
+    order = importance.sort(dim=-1, descending=True, stable=True).indices
+    first = _first_places(counts, importance.shape[-1], importance.device) * depth
+    return torch.zeros_like(order).scatter_(-1, order, first.view(-1, *[1] * (importance.dim() - 2), first.shape[-1]).expand_as(order))
 
 
 def water_line(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
@@ -62,5 +83,10 @@ def water_line(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
 
 def _plane_thresholds(importance: Tensor, max_depth: int) -> Tensor:
     """The theta below which each channel takes its 1st, 2nd, … plane, ``[..., D, max_depth]``."""
-    steps = torch.arange(max_depth, device=importance.device, dtype=torch.float32)
-    return importance.float().unsqueeze(-1) * torch.pow(4.0, -(steps + 0.5))
+    return importance.float().unsqueeze(-1) * _plane_steps(max_depth, importance.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _plane_steps(max_depth: int, device: torch.device) -> Tensor:
+    """4^-(d + 1/2) of every depth d, exact powers of two."""
+    return torch.tensor([2.0 ** -(2 * depth + 1) for depth in range(max_depth)]).to(device)

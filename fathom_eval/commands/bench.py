@@ -261,8 +261,8 @@ def _step_line(record: dict[str, Any]) -> str:
     words.append(f"wall {record['wall_ms']:.2f} ms [{record['wall_ms_p10']:.2f}, {record['wall_ms_p90']:.2f}],")
     if record["floor_ratio"] is not None:
         words.append(f"{record['floor_ratio']:.3f} of the floor {record['floor_ms']:.2f} ms,")
-    if record["scan_of_ceiling"] is not None:
-        words.append(f"scan {record['scan_of_ceiling']:.3f} of its ceiling,")
+    if record["scan_of_link"] is not None:
+        words.append(f"scan {record['scan_of_link']:.3f} of the link,")
     if record["ahead_ms"] is not None:
         words.append(f"ahead {record['ahead_ms']:.2f} ms,")
     words.append(f"{record['scan_bits']:.1f} bits, {record['active_channels']:.1f} channels, rows {record['rows_bytes'] / 1e6:.1f} MB,")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -109,6 +110,16 @@ class Fathom(Method):
         # plan_step is plan unless the budget goes by k / n.
         others = ("scan_query", "rank", "log_weights", "remainder", "learn")
         return self.by_ratio or type(self).plan_step is not Fathom.plan_step or self.overrides(*others)
+
+    def plan_key(self, index: Any) -> Hashable:
+        # Equal variances are one tensor of the layer's statistics.
+        return None if isinstance(index, DepthTable) or len(index) > 2 else (id(index[0]), self._planes)
+
+    @classmethod
+    def plan_together(cls, query: Tensor, members: Sequence[tuple[Fathom, Any, int]]) -> Tensor:
+        first, (variance, *_), _ = members[0]
+        budgets = tuple(bits for _, (_, bits), rows in members for _ in range(rows))
+        return read_depths(channel_importance(query, variance), budgets, first._planes)
 
     def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
         assert plan is not None

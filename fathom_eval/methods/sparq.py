@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from fathom_eval import columns
 from fathom_eval.methods.base import Method, channel_count, top_channels
 from fathom_eval.planes import PlaneSpec
 from fathom_eval.stores import StoreSpec
+from fathom_eval.waterfill import channel_ranks
 
 if TYPE_CHECKING:
     from fathom_eval.methods.step import Step
@@ -49,6 +50,14 @@ class SparQ(Method):
         magnitude = query.abs()
         picked = top_channels(magnitude, index).any(-2) if self.per_head else top_channels(magnitude.sum(-2), index)
         return picked * 4
+
+    def plan_key(self, index: Any) -> Hashable:
+        return None if self.per_head else "group"
+
+    @classmethod
+    def plan_together(cls, query: Tensor, members: Sequence[tuple[SparQ, int, int]]) -> Tensor:
+        counts = tuple(count for _, count, rows in members for _ in range(rows))
+        return channel_ranks(query.abs().sum(-2), counts, 4)
 
     def typical_bits(self, head_dim: int) -> str:
         bits = 4.25 * channel_count(self.r, head_dim, "sparq: r")

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from fathom_eval.cli import main
+from fathom_eval.errors import UserError
 from fathom_eval.methods import parse_method, parse_methods
 from fathom_eval.offload.arena import Arena, SegmentShape
 from fathom_eval.offload.bench import steps
+from fathom_eval.offload.bench.equal_error import equal_error, write_table
 from fathom_eval.offload.bench.sources import SyntheticSource, closing
 from fathom_eval.offload.bench.timing import PARTS, busy_time, part_of
 from fathom_eval.offload.weights import SHAPES
@@ -48,8 +50,16 @@ def test_overlapping_intervals_count_once() -> None:
 
 
 def test_every_kernel_has_its_part() -> None:
-    names = {"_scan_planes": "scan", "_top_blocks": "top_k", "_fetch_rows": "rows", "_linear": "gemm", "_attend_pieces": "attention"}
-    names |= {"_keep_best": "rerank", "Memcpy HtoD (Pinned -> Device)": "copy", "_add_norm": "other", "_plan_depths": "other"}
+    names = {
+        "_scan_planes": "scan",
+        "_top_blocks": "top_k",
+        "_fetch_rows": "rows",
+        "_union_rows": "union",
+        "_linear": "gemm",
+        "_attend_pieces": "attention",
+    }
+    names |= {"_union_rows": "union", "_keep_best": "rerank"}
+    names |= {"Memcpy HtoD (Pinned -> Device)": "copy", "_add_norm": "other", "_plan_depths": "other"}
     assert {name: part_of(name) for name in names} == names
     assert "other" not in PARTS
 
@@ -66,6 +76,7 @@ def test_a_step_is_recorded_whole_and_only_once(tmp_path: Path, capsys: pytest.C
         assert one["wall_ms_p10"] <= one["wall_ms"] <= one["wall_ms_p90"]
         assert one["gpu_ms"] is None
         assert one["floor_ms"] is None
+        assert one["host_pages"] == "small"
         assert one["link_bytes"] == one["scan_bytes"] + one["fetched_bytes"]
         assert one["aliased_layers"] == 0
         assert one["synthetic"]
@@ -97,6 +108,7 @@ def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["bench", "copy"], "cannot time 'copy'"),
+        (["bench", "equal-error"], "needs --errors"),
         (["bench", "step", "--methods", "dense"], "would read every key"),
         ([*TINY, "--methods", "fathom:basis=klt"], "give basis=raw"),
         ([*TINY, "--methods", "loki"], "give basis=raw, or double_sparsity"),
@@ -171,6 +183,64 @@ def test_shared_queries_set_how_many_rows_a_group_reads() -> None:
             assert scan.channels().mean().item() == pytest.approx(8, abs=2)
         assert counts[1] < counts[0] - 10
     assert not source.arena.segments
+
+
+def test_the_floor_and_the_scan_against_the_link() -> None:
+    record = {"index": "host", "sessions": 1, "adaptive": False, "link_gb_s": 50.0, "hbm_gb_s": 4000.0, "gpu_ms": 30.0, "gpu_sum_ms": 30.0}
+    record |= {"link_bytes": 10**9, "scan_bytes": 9 * 10**8, "weight_bytes": 16 * 10**9, "parts_ms": {"scan": 20.0}}
+    found = steps._floor(record)
+    assert found == pytest.approx({"floor_ms": 24, "floor_ratio": 1.25, "scan_gb_s": 45, "scan_of_link": 0.9, "ahead_ms": 20})
+    side_by_side = steps._floor({**record, "gpu_sum_ms": 35.0, "adaptive": True})
+    assert (side_by_side["scan_gb_s"], side_by_side["scan_of_link"], side_by_side["ahead_ms"]) == (None, None, None)
+    in_memory = steps._floor({**record, "index": "hbm", "link_bytes": 10**8})
+    assert in_memory["floor_ms"] == pytest.approx(2 + 4.225)
+    assert (in_memory["scan_of_link"], in_memory["ahead_ms"]) == (None, None)
+    assert set(steps._floor({})) == set(found)
+
+
+def fidelity(method: str, label: str, bits: float, error: float, **options: object) -> dict[str, Any]:
+    cell = {"kind": "fidelity", "finish": "complete", "context": 8192, "k": 256, "head_dim": 64}
+    return {**cell, "method": method, "label": label, "options": options, "bits": bits, "error_dense": error}
+
+
+def step(method: str, label: str, bits: float, milliseconds: float, **changes: object) -> dict[str, Any]:
+    cell = {"kind": "step", "context": 2**20, "k": 512, "head_dim": 128, "model": "shape", "index": "host", "batch": 1, "sessions": 1}
+    times = {"rerank": 1.0, "void": False, "gpu_ms": milliseconds, "wall_ms": 2 * milliseconds}
+    return {**cell, **times, "method": method, "label": label, "scan_bits": bits, **changes}
+
+
+def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None:
+    errors = [
+        fidelity("double_sparsity", "double_sparsity c=D/4", 68, 0.2),
+        fidelity("fathom", "fathom budget=48", 28, 0.25),
+        fidelity("fathom", "fathom budget=48", 28, 0.13),  # two windows, whose mean is 0.19
+        fidelity("fathom", "fathom budget=64", 38, 0.1),
+        fidelity("fathom", "fathom budget=32 rerank=2", 19, 0.18, rerank=2.0),
+        fidelity("sparq", "sparq r=D/8", 34, 0.21),
+        fidelity("landmark", "landmark size=8", 128, 0.01),
+    ]
+    steps = [
+        step("double_sparsity", "double_sparsity c=32", 136, 120),
+        step("double_sparsity", "double_sparsity c=32", 136, 110, lanes=2),
+        step("double_sparsity", "double_sparsity c=32", 136, 50, batch=2),
+        step("fathom", "fathom budget=48 basis=raw", 57, 55),
+        step("fathom", "fathom budget=64 basis=raw", 75, 70),
+        step("fathom", "fathom budget=32 rerank=2", 38, 44, rerank=2.0),
+        step("fathom", "fathom budget=32", 38, 40),
+        step("sparq", "sparq r=16", 68, 60),
+        step("landmark", "landmark size=8", 256, 10, void=True),
+    ]
+    rows = equal_error(errors, steps, "double_sparsity c=D/4")
+    assert [(row.step_label, row.step_ms, row.ratio) for row in rows] == [
+        ("double_sparsity c=32", 110, 1.0),
+        ("fathom budget=32 rerank=2", 44, 2.5),
+    ]
+    write_table(tmp_path / "table.csv", rows)
+    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,256,fathom,fathom budget=32 rerank=2,0.18,")
+    with pytest.raises(UserError, match="did you mean"):
+        equal_error(errors, steps, "double_sparsity c=D/3")
+    with pytest.raises(UserError, match="no step of the run"):
+        equal_error(errors, steps[3:], "double_sparsity c=D/4")
 
 
 def test_an_arena_is_emptied_on_every_way_out() -> None:

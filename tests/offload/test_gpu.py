@@ -13,8 +13,9 @@ from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.methods import parse_method
 from fathom_eval.models import LoadedModel, describe_model
 from fathom_eval.offload.arena import Arena, SegmentShape, device_view
-from fathom_eval.offload.cache import TieredCache, lanes_of
+from fathom_eval.offload.cache import TieredCache, fill_segment, lanes_of
 from fathom_eval.offload.generate import generate
+from fathom_eval.offload.pinned import huge_pages_offered
 from fathom_eval.offload.scans import scan_of_prefix
 from fathom_eval.offload.step import DecodeStep
 from fathom_eval.offload.weights import weights_of
@@ -51,6 +52,27 @@ def test_a_view_of_pinned_memory_is_the_same_memory() -> None:
     device_view(host, torch.device("cuda"))[1:3] = 2
     torch.cuda.synchronize()
     assert host.sum() == 24
+
+
+@pytest.mark.parametrize("host_pages", ["small", "huge"])
+def test_segments_are_what_the_device_wrote(host_pages: str) -> None:
+    if host_pages == "huge" and not huge_pages_offered():
+        pytest.skip("the system gives no huge pages")
+    shape = SegmentShape(2, 64, 16, torch.float16, ("planes", "nibbles", "landmarks"))
+    device = torch.device("cuda")
+    with Arena(shape, device, host_pages=host_pages) as arena:
+        (segment, other) = arena.grow(2)
+        flags = torch.zeros(2, dtype=torch.int32, device=device)
+        keys, values = (torch.randn(2, 1024, 64, device=device).half() for _ in range(2))
+        fill_segment(segment, keys, values, 0, arena, None, flags)
+        fill_segment(other, values, keys, 0, arena, None, flags)
+        torch.cuda.synchronize()
+        assert arena.host_pages == host_pages
+        assert all(tensor.is_pinned() for tensor in segment.tensors.values())
+        assert torch.equal(segment.tensors["rows"], torch.stack((keys, values), 2).cpu())
+        assert torch.equal(other.tensors["rows"], torch.stack((values, keys), 2).cpu())
+        held = segment.tensors["rows"]
+    assert not held.is_pinned() or host_pages == "small"
 
 
 def test_nothing_leaks_over_a_thousand_steps() -> None:

@@ -228,7 +228,7 @@ def _floor(record: dict[str, Any]) -> dict[str, Any]:
     The floor is all bytes of the link at its copy rate, then the weights (and an index in HBM) at the GPU memory's own rate. A plan that
     does not depend on the query could be copied ahead of it; ``ahead_ms`` is what such a step could not go below, all else hidden.
     """
-    names = ("floor_ms", "floor_ratio", "scan_gb_s", "scan_of_ceiling", "ahead_ms")
+    names = ("floor_ms", "floor_ratio", "scan_gb_s", "scan_of_link", "ahead_ms")
     if not record.get("link_gb_s"):
         return dict.fromkeys(names)
     sessions, on_host = record["sessions"], record["index"] == "host"
@@ -243,7 +243,7 @@ def _floor(record: dict[str, Any]) -> dict[str, Any]:
         "floor_ms": floor,
         "floor_ratio": record["gpu_ms"] / floor,
         "scan_gb_s": rate,
-        "scan_of_ceiling": rate and rate / record["link_gb_s" if on_host else "hbm_gb_s"],
+        "scan_of_link": rate / record["link_gb_s"] if rate and on_host else None,
         "ahead_ms": link_ms if on_host and not record["adaptive"] else None,
     }
 

@@ -30,7 +30,7 @@ ROW_BYTES = (167e6, 216e6)
 CHANNELS = (30.0, 34.0)
 """Channels that Fathom 48 must touch; the tilt aims at the middle."""
 
-QUERY_SPREAD = 0.9
+QUERY_SPREAD = 1.05
 """Standard deviation of the log scale of the queries' channels."""
 
 _DRAWS = 8
