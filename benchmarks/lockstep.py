@@ -164,8 +164,10 @@ def main() -> None:
             print(f"turn {turn}: dense {alone[-1]:.2f} ms, {len(branches)} branches {together[-1]:.2f} ms", file=sys.stderr, flush=True)
         result |= {"dense_ms_a_step": summary(alone), "branches_ms_a_step": summary(together), "ratio": summary(ratios)}
         if options.whole:
-            fresh = Prefix(prefix.token_ids, tuple(PrefixLayer(one.keys, one.values, one.query_statistics, one.number) for one in prefix.layers))
-            del prefix
+            fresh = Prefix(
+                prefix.token_ids, tuple(PrefixLayer(one.keys, one.values, one.query_statistics, one.number) for one in prefix.layers)
+            )
+            del prefix  # and its stores
             began = time.perf_counter()
             decode(loaded, fresh, branches, options.whole)
             synchronise(device)

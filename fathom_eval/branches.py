@@ -1,9 +1,9 @@
 """Many methods over one prefix: the attention of every branch, layer by layer.
 
-Each branch is a row of one batch. Rows that scan the same store are scored together, so the store is read once for all of them;
-rows with the same k and policy are selected and attended together. Small models are bound by the number of operations a layer, so
-rows stand in an order that makes most groups slices, and what can be counted once a step is not counted in every layer. Methods that
-need more than a store and a plan (:attr:`~fathom_eval.methods.base.Method.extended`) are groups of their own.
+Each branch is a row of one batch. Rows that scan the same store are scored together, so the store is read once for all of them; rows
+are selected and attended together whatever their k, on a GPU by kernels that read K/V rows where they lie. Small models are bound by
+the number of operations a layer, so rows stand in an order that makes most groups slices, and what can be counted later is not counted
+in every layer. Methods that need more than a store and a plan (:attr:`~fathom_eval.methods.base.Method.extended`) are groups of their own.
 
 A method that fails takes no other with it: its rows are named in ``failures`` and carried along with outputs that mean nothing.
 """
@@ -19,17 +19,7 @@ from torch import Tensor
 
 from fathom_eval.branch_context import Rows, ScoreBuffer, StepContext, reallocation_weights, sealed_tokens
 from fathom_eval.branch_counts import Counts, Tally
-from fathom_eval.branch_groups import (
-    Bucket,
-    Buckets,
-    ExtendedGroup,
-    MethodGroup,
-    ScanGroup,
-    Scanned,
-    SelectGroup,
-    as_rows,
-    joint_plans,
-)
+from fathom_eval.branch_groups import Bucket, Buckets, ExtendedGroup, MethodGroup, ScanGroup, Scanned, SelectGroup, as_rows, joint_plans
 from fathom_eval.extended import Field, Scored, attend_extended
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.branches import attend_everything, attend_lists, rerank_lists

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fathom_eval.branch_context import folded
 from fathom_eval.extended import Attended, Field, Scored, attend_extended
+from fathom_eval.kernels.choose import Contest, choose_tokens, compiled
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.step import Step
 from fathom_eval.reads import Reads
@@ -93,6 +94,7 @@ class Chunk:
         self._seen = (self._number < self.lengths.unsqueeze(-1)).view(rows, 1, 1, count)
         self.exact = self.scores(query)
         self.dense = self._attend(self._seen)
+        self._fields: dict[tuple[int, Policy, int], tuple[Field, Contest]] = {}
         self._oracles: dict[tuple[int, Policy, int], _Oracle] = {}
         self._exact_choices: dict[tuple[int, Policy, int], tuple[Selection, Tensor]] = {}
 
@@ -119,7 +121,7 @@ class Chunk:
 
     def extended_outcome(self, method: Method, policy: Policy, scan: Scan, sealed: int, step: Step) -> Outcome:
         """The same for a method that needs more than a store and a plan."""
-        field = self._field(policy, step.k, sealed)
+        field, _ = self._field(policy, step.k, sealed)
         if method.overrides("learn"):
             parts = [self._extended(method, policy, scan, field, step, row) for row in range(len(self.query))]
             attended = Attended(
@@ -187,13 +189,20 @@ class Chunk:
         return self._oracles[key]
 
     def _choose_exactly(self, policy: Policy, k: int, sealed: int) -> tuple[Selection, Tensor]:
-        field = self._field(policy, k, sealed)
+        field, _ = self._field(policy, k, sealed)
         boundary = Boundary.find(share_scores(self.exact, policy), field.competing, field.counts)
         noise = SCORE_NOISE * self.exact.masked_fill(~self._seen, 0.0).abs().amax(-1, keepdim=True)
         chosen = boundary.mask(wait=True)
         return Selection(chosen, field.kept, chosen), boundary.near_ties(share_scores(noise, policy).squeeze(-1))
 
-    def _field(self, policy: Policy, k: int, sealed: int) -> Field:
+    def _field(self, policy: Policy, k: int, sealed: int) -> tuple[Field, Contest]:
+        """What competes, as a mask and as ranges."""
+        key = (k, Policy(policy.sink, policy.local, rerank=policy.rerank, keep_tail=policy.keep_tail), sealed)
+        if key not in self._fields:
+            self._fields[key] = self._make_field(policy, k, sealed)
+        return self._fields[key]
+
+    def _make_field(self, policy: Policy, k: int, sealed: int) -> tuple[Field, Contest]:
         ranges = [candidate_range(tokens, policy, sealed) for tokens in self.tokens]
         free = [k - (tokens - (stop - start)) for tokens, (start, stop) in zip(self.tokens, ranges, strict=True)]
         room = [stop - start for start, stop in ranges]
@@ -201,11 +210,17 @@ class Chunk:
         fetched = [min(available, int(wanted * policy.rerank)) for available, wanted in zip(room, free, strict=True)]
         bounds = torch.tensor(ranges, device=self._device).view(len(ranges), 1, 1, 2)
         competing = (self._number >= bounds[..., :1]) & (self._number < bounds[..., 1:])
-        return Field(competing, self._seen & ~competing, counts, fetched)
+        return Field(competing, self._seen & ~competing, counts, fetched), Contest.of(ranges, counts, fetched, self._device)
 
     def _select(self, scores: Tensor, policy: Policy, k: int, sealed: int) -> Selection:
-        field = self._field(policy, k, sealed)
-        candidates = top_mask(share_scores(scores, policy), field.competing, field.fetched)
+        field, contest = self._field(policy, k, sealed)
+        shared = share_scores(scores, policy)
+        if compiled(shared):
+            tokens = shared.shape[-1]
+            found = torch.zeros(*shared.shape[:3], tokens + 1, dtype=torch.bool, device=self._device)
+            candidates = found.scatter_(-1, choose_tokens(shared, contest).clamp_max(tokens).long(), True)[..., :tokens]
+        else:
+            candidates = top_mask(shared, field.competing, field.fetched)
         chosen = candidates
         if field.fetched != field.counts:
             chosen = top_mask(share_scores(self.exact, policy), candidates, field.counts)

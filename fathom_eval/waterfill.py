@@ -54,22 +54,22 @@ def read_depths(importance: Tensor, budget: int | tuple[int, ...] | Tensor, max_
         spent = _first_places(budget, places, importance.device).view(-1, *[1] * (importance.dim() - 2), places)
     if limits is not None:
         spent = spent * (ordered.values >= 0)
-    taken = torch.zeros_like(ordered.indices).scatter_(-1, ordered.indices, spent.expand_as(ordered.indices))
+    taken = torch.zeros_like(ordered.indices).scatter_(-1, ordered.indices, spent.expand(ordered.indices.shape))
     depths: Tensor = taken.unflatten(-1, (channels, max_depth)).sum(-1)
     return depths
 
 
 @functools.lru_cache(maxsize=64)
-def _first_places(counts: tuple[int, ...], places: int, device: torch.device) -> Tensor:
-    """int64 ``[len(counts), places]``: 1 in the first so many places of each row. Made once: a step must not wait for the device."""
-    return (torch.arange(places) < torch.tensor(counts).unsqueeze(-1)).long().to(device)
+def _first_places(counts: tuple[int, ...], places: int, device: torch.device, value: int = 1) -> Tensor:
+    """int64 ``[len(counts), places]``: a value in the first so many places of each row. Made once: a step must not wait for the device."""
+    return ((torch.arange(places) < torch.tensor(counts).unsqueeze(-1)) * value).to(device)
 
 
 def channel_ranks(importance: Tensor, counts: tuple[int, ...], depth: int) -> Tensor:
     """int64 ``depth`` on each row's ``counts`` most important channels of ``[R, …, D]``, 0 elsewhere; of equal ones the lower is taken."""
     order = importance.sort(dim=-1, descending=True, stable=True).indices
-    first = _first_places(counts, importance.shape[-1], importance.device) * depth
-    return torch.zeros_like(order).scatter_(-1, order, first.view(-1, *[1] * (importance.dim() - 2), first.shape[-1]).expand_as(order))
+    first = _first_places(counts, importance.shape[-1], importance.device, depth)
+    return torch.zeros_like(order).scatter_(-1, order, first.view(-1, *[1] * (importance.dim() - 2), first.shape[-1]).expand(order.shape))
 
 
 def water_line(importance: Tensor, budget: int, max_depth: int = 4) -> Tensor:
