@@ -25,6 +25,7 @@ _BYTES_A_RECORD = 8192
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.usage = f"{parser.prog} link|kernels|step|equal-error [options]"
     add = parser.add_argument
     add("what", metavar="link|kernels|step|equal-error", help="what to time, or to make of it")
     add("--model", default="qwen3-8b-shape", help="qwen3-8b-shape, tiny-shape (random weights), or a model")

@@ -35,6 +35,7 @@ _BYTES_A_RECORD, _BYTES_OF_REPORT = 16384, 4 * 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.usage = f"{parser.prog} [options]"
     add = parser.add_argument
     add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
     add("--methods", metavar="A,B", help="names with options, sparq:r=D/4; default: paper (see 'methods')")

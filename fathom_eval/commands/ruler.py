@@ -36,6 +36,7 @@ _BYTES_A_RECORD, _BYTES_OF_REPORT = 4096, 20 * 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.usage = f"{parser.prog} [options]"
     add = parser.add_argument
     add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
     add("--tasks", default=ALL_TASKS, metavar="A,B", help="default: all six (niah_single … fwe)")

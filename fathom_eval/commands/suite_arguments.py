@@ -22,7 +22,7 @@ _CONTEXT, _K = "2048", "128"
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Methods, contexts and k by the name of an ablation."""
     add = parser.add_argument
-    add("--suite", metavar="NAME", help="methods, context and k of an ablation; --context and --k change it")
+    add("--suite", metavar="NAME", help="methods, context and k of an ablation")
     add("--list-suites", action="store_true", help="show the suites and end")
     add("--calibration", action="append", default=[], metavar="ROLE=NAME", help="a calibration that a suite names")
 
