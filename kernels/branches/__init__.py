@@ -72,13 +72,14 @@ def rerank_lists(query: Tensor, shared: SharedRows, lists: Tensor, contest: Cont
         share: See :class:`fathom_eval.selection.Policy`: heads that share a set have one list of candidates, and keep one.
 
     Returns:
-        Lists with the best in the first ``counts`` places.
+        Lists with the best in the first ``counts`` places, ascending on a GPU.
     """
     if compiled(query) and share == "head":
         from fathom_eval.kernels.branches import triton as kernel
 
         return kernel.rerank_lists(query, shared, lists, contest)
-    return reference.rerank_lists(query, shared, lists, contest, share)
+    found = reference.rerank_lists(query, shared, lists, contest, share)
+    return found.sort(-1).values if compiled(query) else found
 
 
 def attend_everything(query: Tensor, shared: SharedRows, scaling: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,13 @@ def attend_lists(query: Tensor, shared: SharedRows, lists: Tensor, contest: Cont
         alike.setdefault(key, []).append(row)
     if len(alike) == 1:
         [(start, stop, count)] = alike
-        return _attend(query, shared, _first(lists, count, mask), (start, stop), scaling, mask)
-    output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        return _attend(query.float() * scaling, shared, _first(lists, count, mask), (start, stop), mask)
+    scaled = query.float() * scaling
+    output = torch.empty_like(scaled)
     for (start, stop, count), rows in alike.items():
         at = rows_at(rows)
         some = None if mask is None else mask[at]
-        output[at] = _attend(query[at], shared.of(at), _first(lists[at], count, some), (start, stop), scaling, some)
+        output[at] = _attend(scaled[at], shared.of(at), _first(lists[at], count, some), (start, stop), some)
     return output
 
 
@@ -41,7 +43,7 @@ def rerank_lists(query: Tensor, shared: SharedRows, lists: Tensor, contest: Cont
         # Ascending, so that of equal scores the lower token is kept.
         candidates = lists[at][..., :fetched].long().sort(-1).values
         some = shared.of(at)
-        keys = _gather(some.keys, some.tail_keys, candidates, stop)
+        [keys] = _gather([(some.keys, some.tail_keys)], candidates, stop)
         exact = (keys.float() @ query[at].float().unsqueeze(-1)).squeeze(-1)
         lists[at, ..., :count] = candidates.gather(-1, top_indices(head_scores(exact, share), count))
         lists[at, ..., count:] = NONE
@@ -65,18 +67,17 @@ def _first(lists: Tensor, count: int, mask: Tensor | None) -> Tensor:
     return lists[..., :count] if mask is None else lists
 
 
-def _attend(query: Tensor, shared: SharedRows, chosen: Tensor, candidates: tuple[int, int], scaling: float, mask: Tensor | None) -> Tensor:
+def _attend(scaled: Tensor, shared: SharedRows, chosen: Tensor, candidates: tuple[int, int], mask: Tensor | None) -> Tensor:
     """Attention over the chosen tokens, all below the end of the candidates, and those outside of the candidates."""
     start, stop = candidates
-    scaled = query.float() * scaling
-    keys = _gather(shared.keys, shared.tail_keys, chosen, stop)
+    keys, values = _gather(((shared.keys, shared.tail_keys), (shared.values, shared.tail_values)), chosen, stop)
     logits = (keys.float() @ scaled.unsqueeze(-1)).squeeze(-1)
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     kept = _kept(shared.keys, shared.tail_keys, start, stop)
     weights = torch.cat([logits, scaled @ kept.float().transpose(-1, -2)], dim=-1).softmax(-1)
     of_chosen, of_kept = torch.split(weights, [chosen.shape[-1], kept.shape[-2]], dim=-1)
-    values, kept = _gather(shared.values, shared.tail_values, chosen, stop), _kept(shared.values, shared.tail_values, start, stop)
+    kept = _kept(shared.values, shared.tail_values, start, stop)
     return (of_chosen.unsqueeze(-2) @ values.float()).squeeze(-2) + of_kept @ kept.float()
 
 
@@ -84,19 +85,23 @@ def _kept(shared: Tensor, own: Tensor, start: int, stop: int) -> Tensor:
     """Rows of the tokens before ``start`` and from ``stop`` on, ``[R, H, c, D]``."""
     n = shared.shape[1]
     of_prefix = [part.expand(len(own), -1, -1, -1) for part in (shared[:, :start], shared[:, min(stop, n) :]) if part.shape[1]]
+    if start > n:  # a prompt shorter than the sink
+        of_prefix.append(own[:, :, : start - n])
     return torch.cat([*of_prefix, own[:, :, max(stop - n, 0) :]], dim=2)
 
 
-def _gather(shared: Tensor, own: Tensor, tokens: Tensor, stop: int) -> Tensor:
-    """Rows ``[R, H, G, m, D]`` of the given tokens, all of them below ``stop``."""
+def _gather(parts: Sequence[tuple[Tensor, Tensor]], tokens: Tensor, stop: int) -> list[Tensor]:
+    """Rows ``[R, H, G, m, D]`` of the given tokens, all of them below ``stop``, from each pair of a prefix and tails."""
+    (shared, own), *_ = parts
     heads, n = shared.shape[:2]
     head = torch.arange(heads, device=tokens.device).view(-1, 1, 1)
     if stop <= n:
-        return _flat_rows(shared, tokens + head * n)
-    of_prefix = _flat_rows(shared, tokens.clamp_max(n - 1) + head * n)
+        at = tokens + head * n
+        return [_flat_rows(prefix, at) for prefix, _ in parts]
     row = torch.arange(len(own), device=tokens.device).view(-1, 1, 1, 1)
-    of_tail = _flat_rows(own, (tokens - n).clamp_min(0) + (row * heads + head) * own.shape[2])
-    return torch.where((tokens < n).unsqueeze(-1), of_prefix, of_tail)
+    early = (tokens < n).unsqueeze(-1)
+    at, late = tokens.clamp_max(n - 1) + head * n, (tokens - n).clamp_min(0) + (row * heads + head) * own.shape[2]
+    return [torch.where(early, _flat_rows(prefix, at), _flat_rows(tail, late)) for prefix, tail in parts]
 
 
 def _flat_rows(rows: Tensor, number: Tensor) -> Tensor:

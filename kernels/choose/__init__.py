@@ -107,4 +107,4 @@ def count_rows(lists: Tensor, contest: Contest, tokens: int, out: Tensor, *, fet
         counts, column = (contest.fetched, 3) if fetched else (contest.counts, 2)
         kernel.count_rows(lists.contiguous(), contest.table[column], max(counts), out)
         return
-    out.copy_(reference.count_rows(lists, tokens))
+    out.copy_(reference.count_rows(lists, tokens, len(set(contest.fetched if fetched else contest.counts)) > 1))

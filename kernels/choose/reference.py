@@ -21,25 +21,27 @@ def choose_tokens(scores: Tensor, starts: Sequence[int], stops: Sequence[int], c
         int64 ``[R, H, G, max(counts)]`` in no particular order, filled up with :data:`NONE`.
     """
     ranges = list(zip(starts, stops, strict=True))
-    if len(set(ranges)) == 1 and len(set(counts)) == 1:
-        start, stop = ranges[0]
-        return top_indices(scores[..., start:stop], counts[0]) + start
+    if len(set(ranges)) == 1:
+        return _largest(scores, ranges[0], counts)
     lists = torch.full((*scores.shape[:-1], max(counts)), NONE, dtype=torch.int64, device=scores.device)
-    for start, stop in dict.fromkeys(ranges):
-        rows = [row for row, place in enumerate(ranges) if place == (start, stop)]
-        wanted = [counts[row] for row in rows]
-        at = rows_at(rows)
-        best = _largest(scores[at][..., start:stop], wanted) + start
-        for count in dict.fromkeys(wanted):
-            some = [place for place, number in enumerate(wanted) if number == count]
-            lists[rows_at([rows[place] for place in some]), ..., :count] = best[rows_at(some)][..., :count]
+    for place in dict.fromkeys(ranges):
+        rows = [row for row, other in enumerate(ranges) if other == place]
+        best = _largest(scores[rows_at(rows)], place, [counts[row] for row in rows])
+        lists[rows_at(rows), ..., : best.shape[-1]] = best
     return lists
 
 
-def count_rows(lists: Tensor, tokens: int) -> Tensor:
-    """How many distinct tokens below ``tokens`` the lists of a group hold, ``[R, H, G, C]`` to int64 ``[R, H]``."""
-    seen = torch.zeros(*lists.shape[:2], tokens + 1, dtype=torch.bool, device=lists.device)
-    return seen.scatter_(-1, lists.flatten(-2).clamp_max(tokens), True)[..., :tokens].sum(-1)
+def count_rows(lists: Tensor, tokens: int, padded: bool = True) -> Tensor:
+    """How many distinct tokens below ``tokens`` the lists of a group hold, ``[R, H, G, C]`` to int64 ``[R, H]``.
+
+    Args:
+        padded: Whether there may be :data:`NONE` in them.
+    """
+    flat = lists.flatten(-2)
+    if not padded:
+        return torch.zeros(*flat.shape[:2], tokens, dtype=torch.bool, device=lists.device).scatter_(-1, flat, True).sum(-1)
+    seen = torch.zeros(*flat.shape[:2], tokens + 1, dtype=torch.bool, device=lists.device)
+    return seen.scatter_(-1, flat.clamp_max(tokens), True)[..., :tokens].sum(-1)
 
 
 def rows_at(rows: Sequence[int]) -> slice | list[int]:
@@ -49,23 +51,24 @@ def rows_at(rows: Sequence[int]) -> slice | list[int]:
     return slice(first, last + 1, step) if step > 0 and list(rows) == list(range(first, last + 1, step)) else list(rows)
 
 
-def _largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """Indices of each row's ``counts`` largest scores in the first places, ``[R, H, G, max(counts)]``; behind them are any."""
-    most, width = max(counts), scores.shape[-1]
+def _largest(scores: Tensor, candidates: tuple[int, int], counts: Sequence[int]) -> Tensor:
+    """:func:`choose_tokens` of rows that have one range."""
+    start, stop = candidates
+    scores, most = scores[..., start:stop], max(counts)
     if len(set(counts)) == 1:
-        return top_indices(scores, most)
-    if most == width:
-        ends = [torch.nn.functional.pad(top_indices(row, count), (0, most - count)) for row, count in zip(scores, counts, strict=True)]
-        return torch.stack(ends)
+        return top_indices(scores, most) + start
+    if most == stop - start:
+        parts = [top_indices(row, count) + start for row, count in zip(scores, counts, strict=True)]
+        return torch.stack([torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=NONE) for part in parts])
     values, indices = scores.topk(most + 1, dim=-1)
     wanted = torch.tensor(counts, device=scores.device).view(-1, 1, 1, 1)
     at = wanted.expand(*scores.shape[:-1], 1)
     threshold = values.gather(-1, (at - 1).clamp_min(0))
+    inside = torch.arange(most, device=scores.device) < wanted
     if not (threshold == values.gather(-1, at)).any():
-        return indices[..., :most]
+        return (indices[..., :most] + start).masked_fill(~inside, NONE)
     above, level = scores > threshold, scores == threshold
     kept = above | (level & (level.cumsum(-1) <= wanted - above.sum(-1, keepdim=True)))
-    inside = (torch.arange(most, device=scores.device) < wanted).expand(*scores.shape[:-1], most)
-    found = torch.zeros_like(indices[..., :most])
-    found[inside] = kept.nonzero()[:, -1]
+    found = torch.full((*scores.shape[:-1], most), NONE, dtype=torch.int64, device=scores.device)
+    found[inside.expand(found.shape)] = kept.nonzero()[:, -1] + start
     return found
