@@ -1,8 +1,9 @@
 """Sweep launch configurations on one GPU: ``python benchmarks/launches.py [--step | --rows] > sweep.jsonl``.
 
 Alone, the scans of one layer; with ``--step``, whole decode steps, where few programs leave room for what runs beside a scan; with
-``--rows``, the fetch of K/V rows at 1M tokens by pages of host memory, rows a program, order of the list, and how much memory the rows are
-strewn over. The settings that the kernels ship with were chosen from such sweeps.
+``--rows``, the fetch of K/V rows at 1M tokens by pages of host memory, rows at once, programs, order of the list, and what was read before:
+the same rows, others of that layer, those of other layers, or a scan's share of an index. The settings that the kernels ship with were
+chosen from such sweeps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,11 +33,16 @@ from fathom_eval.offload.bench.link import quick_rates
 from fathom_eval.offload.bench.sources import SyntheticSource, closing
 from fathom_eval.offload.bench.steps import Variant, fit_source, measure
 from fathom_eval.offload.bench.timing import Path, path_records
-from fathom_eval.offload.pinned import huge_bytes, huge_pages_offered
+from fathom_eval.offload.pinned import HOST_PAGES
 from fathom_eval.offload.weights import SHAPES
 
 ROW_SEGMENTS, ROWS = 32, 1280
 """Segments of a layer of 1M tokens, and rows of a KV head: 188 MB a step of 36 layers."""
+
+ROW_BYTES = 512 * kernels.HEADS * ROWS
+ROW_SHAPE = SegmentShape(kernels.HEADS, kernels.CHANNELS, SEGMENT_BLOCKS, torch.bfloat16, ())
+SCAN_BYTES = 15 * 2**22
+"""What a scan reads of a layer of 1M tokens, about 60 MB."""
 
 METHODS = "fathom:budget=48:basis=raw,double_sparsity:c=32"
 
@@ -92,39 +99,76 @@ def row_lists(layers: int, order: str) -> list[GroupRows]:
     return lists
 
 
-def sweep_rows(host_gib: float, repeats: int) -> None:
-    shape = SegmentShape(kernels.HEADS, kernels.CHANNELS, SEGMENT_BLOCKS, torch.bfloat16, ())
-    device, link = torch.device("cuda"), quick_rates(torch.device("cuda"))["link_gb_s"]
-    for pages in ("small", *(["huge"] if huge_pages_offered() else [])):
-        with Arena(shape, device, host_pages=pages) as arena:
-            layers = max(1, int(host_gib * 2**30) // (arena.estimate(1)[0] * ROW_SEGMENTS))
-            before, started = huge_bytes(), time.perf_counter()
-            arena.grow(layers * ROW_SEGMENTS)
-            share = (huge_bytes() - before) / arena.estimate(len(arena.segments))[0]
-            say(f"{pages} pages: {layers} layers pinned in {time.perf_counter() - started:.1f} s, {share:.3f} of them in huge pages")
-            for number, segment in enumerate(arena.segments):
-                segment.views["rows"].copy_(torch.randn(segment.views["rows"].shape, device=device, dtype=torch.bfloat16) + number)
-            pools = [[one.tensors["rows"] for one in arena.segments[at * ROW_SEGMENTS :][:ROW_SEGMENTS]] for at in range(layers)]
-            tables = [SegmentTable.of(pool, device) for pool in pools]
-            out = torch.empty(2, 1, kernels.HEADS, ROWS, kernels.CHANNELS, device=device, dtype=torch.bfloat16)
-            for size in (4, 8, 16, 32):
-                rows.ROWS = size
-                paths = []
-                for order in ("runs", "ascending"):
-                    fresh, spread = row_lists(8, order), row_lists(layers, order)
-                    places = {"same rows again": [(tables[0], fresh[0])] * 8, "one layer": [(tables[0], union) for union in fresh]}
-                    places[f"{layers} layers"] = list(zip(tables, spread, strict=True))
-                    for place, pairs in places.items():
-                        launches = [partial(fetch_rows, table, union, out) for table, union in pairs]
-                        launches[0]()
-                        token = int(pairs[0][1].rows[0, 5, 77])
-                        stored = pools[0][token // (SEGMENT_BLOCKS * 64)][5, token % (SEGMENT_BLOCKS * 64)]
-                        assert torch.equal(out[:, 0, 5, 77].cpu(), stored), "the fetch differs from its source"
-                        facts = {"host_pages": pages, "huge_share": share, "rows_a_program": size, "order": order, "place": place}
-                        paths.append(Path(f"{pages}, {size} a program, {order}, {place}", launches, 512 * kernels.HEADS * ROWS, facts))
-                for record in path_records("rows", ROW_SEGMENTS * SEGMENT_BLOCKS * 64, paths, link, repeats):
-                    print(json.dumps(record), flush=True)
-                    say(f"{record['name']}: {record['gpu_ms']:.3f} ms, {record['gb_s']:.1f} GB/s, {record['of_ceiling']:.3f} of the link")
+def sweep_rows(host_gib: float, repeats: int, kinds: list[str], sizes: list[int], programs: list[int]) -> None:
+    link = quick_rates(torch.device("cuda"))["link_gb_s"]
+    say(f"link {link:.1f} GB/s; GB/s of fetches of {ROWS} rows a KV head:")
+    for pages in kinds:
+        try:
+            with Arena(ROW_SHAPE, torch.device("cuda"), host_pages=pages) as arena:
+                started = time.perf_counter()
+                layers = max(1, int(host_gib * 2**30) // (arena.estimate(1)[0] * ROW_SEGMENTS))
+                arena.grow(layers * ROW_SEGMENTS)
+                say(f"{arena.host_pages} pages: {layers} layers pinned in {time.perf_counter() - started:.1f} s")
+                heads, tokens = (torch.arange(size, device="cuda") for size in ROW_SHAPE.parts["rows"][0][:2])
+                marks = (tokens[:, None, None] + 4099 * heads[:, None, None, None]).to(torch.int16)
+                for number, segment in enumerate(arena.segments):
+                    segment.views["rows"].view(torch.int16).copy_(marks + 77 * number)
+                for size, count in itertools.product(sizes, programs):
+                    rows.ROWS, rows.PROGRAMS = size, count or None
+                    settings = {"host_pages": arena.host_pages, "rows_at_once": size, "programs": count}
+                    for record in rows_of_pool(arena, layers, settings, link, repeats):
+                        print(json.dumps(record), flush=True)
+        except UserError as error:  # this kind of pages cannot be had here, and the others are still to be measured
+            say(f"{pages} pages: {error}")
+
+
+def rows_of_pool(arena: Arena, layers: int, settings: dict[str, Any], link: float, repeats: int) -> Iterator[dict[str, Any]]:
+    """Records of one setting: both orders at every place."""
+    device = arena.device
+    pools = [[one.tensors["rows"] for one in arena.segments[at * ROW_SEGMENTS :][:ROW_SEGMENTS]] for at in range(layers)]
+    tables = [SegmentTable.of(pool, device, mapped=True) for pool in pools]
+    out = torch.empty(2, 1, kernels.HEADS, ROWS, kernels.CHANNELS, device=device, dtype=torch.bfloat16)
+    reads = [partial(read_runs, pool, torch.empty(SCAN_BYTES // 4, device=device, dtype=torch.int32)) for pool in runs_of(arena, layers)]
+    for order in ("runs", "ascending"):
+        fresh, spread = row_lists(8, order), row_lists(layers, order)
+        fetches = [partial(fetch_rows, table, union, out) for table, union in zip(tables, spread, strict=True)]
+        places: dict[str, list[Callable[[], None]]] = {
+            "again": [partial(fetch_rows, tables[0], fresh[0], out)] * 8,
+            "one layer": [partial(fetch_rows, tables[0], union, out) for union in fresh],
+            "layers": fetches,
+            "scan": reads,
+            "scan and rows": [partial(both, read, fetch) for read, fetch in zip(reads, fetches, strict=True)],
+        }
+        fetches[0]()
+        token = int(spread[0].rows[0, 5, 77])
+        stored = pools[0][token // (SEGMENT_BLOCKS * 64)][5, token % (SEGMENT_BLOCKS * 64)]
+        assert torch.equal(out[:, 0, 5, 77].cpu().view(torch.int16), stored.view(torch.int16)), "the fetch differs from its source"
+        facts = {**settings, "order": order}
+        paths = [Path(place, launches, 0 if "scan" in place else ROW_BYTES, facts) for place, launches in places.items()]
+        found = {record["name"]: record for record in path_records("rows", ROW_SEGMENTS * SEGMENT_BLOCKS * 64, paths, link, repeats)}
+        after = found["scan and rows"]["gpu_ms"] - found["scan"]["gpu_ms"]
+        found["after a scan"] = {**found["layers"], "name": "after a scan", "gpu_ms": after, "gb_s": ROW_BYTES / after / 1e6}
+        found["scan"]["gb_s"] = SCAN_BYTES / found["scan"]["gpu_ms"] / 1e6
+        rates = ", ".join(f"{place} {found[place]['gb_s']:.1f}" for place in ("again", "one layer", "layers", "scan", "after a scan"))
+        how = f"{settings['host_pages']:>6} {settings['rows_at_once']:>3} at once, {settings['programs'] or 'all':>4} programs"
+        say(f"{how}, {order:>9}: {rates}")
+        yield from found.values()
+
+
+def runs_of(arena: Arena, layers: int) -> list[list[torch.Tensor]]:
+    """Of every layer, views of a scan's share: runs of 4 KB, 128 KB apart."""
+    segments = [segment.views["rows"].view(torch.int32).view(-1, 32768)[:, :1024] for segment in arena.segments]
+    return [segments[at * ROW_SEGMENTS :][: SCAN_BYTES // (segments[0].numel() * 4)] for at in range(layers)]
+
+
+def read_runs(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    for part, piece in zip(parts, out.split(parts[0].numel()), strict=False):
+        torch.bitwise_not(part, out=piece.view(part.shape))
+
+
+def both(read: Callable[[], None], fetch: Callable[[], None]) -> None:
+    read()
+    fetch()
 
 
 def main() -> None:
@@ -137,16 +181,18 @@ def main() -> None:
     add("--rows", action="store_true", help="time the fetch of rows")
     add("--host-memory", type=float, default=24, help="GiB that steps and rows may pin (default: 24)")
     add("--lanes", type=int, nargs="+", default=[1, 2, 4], help="with --step (default: 1 2 4)")
-    add("--programs", type=int, nargs="+", default=[0, 64, 96, 132, 264], help="with --step; 0 is one a tile (default: 0 64 96 132 264)")
+    add("--programs", type=int, nargs="+", default=None, help="of a scan or a fetch; 0 is one a piece (default: a few)")
+    add("--pages", nargs="+", default=["small", "single", "driver"], choices=HOST_PAGES, help="with --rows (default: small single driver)")
+    add("--at-once", type=int, nargs="+", default=[8, 32], help="rows that a program fetches at once (default: 8 32)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: needs a CUDA device")
     try:
         with torch.inference_mode():
             if options.step:
-                sweep_steps(options.context, options.repeats, options.host_memory, options.lanes, options.programs)
+                sweep_steps(options.context, options.repeats, options.host_memory, options.lanes, options.programs or [0, 64, 96, 128, 132])
             elif options.rows:
-                sweep_rows(options.host_memory, options.repeats)
+                sweep_rows(options.host_memory, options.repeats, options.pages, options.at_once, options.programs or [0, 132, 528])
             else:
                 sweep_scans(options.context, options.index, options.repeats)
     except UserError as error:

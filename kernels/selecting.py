@@ -54,3 +54,26 @@ def keep_largest(keys, threshold, count):
     level = (keys == threshold) & (keys > 0)
     wanted = count - tl.sum(above.to(tl.int32))
     return above | (level & (tl.cumsum(level.to(tl.int32), 0) <= wanted))
+
+
+@triton.jit
+def kth_largest_of_rows(keys, count, BITS: tl.constexpr):
+    """:func:`kth_largest` of ``[rows, n]`` with n at most 512: a thread that holds a row counts in 32 bits, and rows are joined in 64."""
+    threshold = tl.zeros([], dtype=tl.uint32)
+    for step in tl.static_range(BITS // 2):
+        shift = BITS - 2 - 2 * step
+        one = (keys >= (threshold | (1 << shift))).to(tl.int32)
+        two = (keys >= (threshold | (2 << shift))).to(tl.int32)
+        three = (keys >= (threshold | (3 << shift))).to(tl.int32)
+        packed = tl.sum(one + (two << 10) + (three << 20), axis=1).to(tl.int64)
+        reached = tl.sum((packed & 0x3FF) + ((packed & 0xFFC00) << 10) + ((packed >> 20) << 40), axis=0)
+        threshold = raise_threshold(threshold, reached, shift, count)
+    return threshold
+
+
+@triton.jit
+def places_in_rows(kept):
+    """The place of each kept entry of ``[rows, n]`` among all of them, row by row, and how many there are in each row."""
+    flags = kept.to(tl.int32)
+    held = tl.sum(flags, axis=1)
+    return (tl.cumsum(held, 0) - held)[:, None] + tl.cumsum(flags, 1) - 1, held

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--index", default="host", choices=("host", "hbm"), help="where the scan index lies")
     add("--repeats", type=int, default=20, metavar="N", help="timed turns (default: 20)")
     add("--spread", type=float, default=1.0, metavar="S", help="log scale of synthetic channels")
-    add("--host-pages", default="auto", choices=("auto", "small", "huge"), help="pages of pinned memory")
+    add("--host-pages", default="auto", choices=("auto", "driver", "huge", "single", "small"), help="pages of pinned memory")
     add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
     add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
     add("--reference", default="double_sparsity c=D/4", metavar="LABEL", help="equal-error: the configuration whose error is to be reached")

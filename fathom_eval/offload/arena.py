@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.memory import free_bytes, gib
-from fathom_eval.offload.pinned import HOST_PAGES, LEAST, HugeBlock, huge_pages_offered, rounded_up
+from fathom_eval.offload.driver import mapped_view
+from fathom_eval.offload.pinned import HOST_PAGES, LEAST, PREFERRED, HostBlock, carve, carved_bytes, host_block, offered
 
 STORES = ("planes", "nibbles", "landmarks")
 """What a scan can read: bit planes with scales, 4-bit channels with scales, fp16 means of a few tokens."""
@@ -80,11 +82,11 @@ class Arena:
         shape: Of the segments.
         device: Where the kernels run.
         index: ``host`` or ``hbm``.
-        host_pages: ``small`` takes pinned memory from torch's allocator, ``huge`` asks the system for huge pages, ``auto`` takes these for
-            large segments where they can be had.
+        host_pages: The pages of pinned memory, see :mod:`fathom_eval.offload.pinned`. ``auto`` takes the first of :data:`PREFERRED` that
+            can be had for large segments, and ``small`` for others.
 
     Attributes:
-        host_pages: ``small`` or ``huge``, as it is.
+        host_pages: As it is, never ``auto``.
     """
 
     def __init__(self, shape: SegmentShape, device: torch.device, index: str = "host", host_pages: str = "auto") -> None:
@@ -94,26 +96,38 @@ class Arena:
             raise UserError(f"host pages are {', '.join(HOST_PAGES)}, not '{host_pages}'")
         self.shape, self.device, self.index = shape, device, index
         self.segments: list[Segment] = []
-        self._blocks: list[HugeBlock] = []
-        self._demanded = host_pages == "huge" and device.type == "cuda"
-        if self._demanded and not huge_pages_offered():
-            raise UserError("this system gives no huge pages (see /sys/kernel/mm/transparent_hugepage/enabled): give --host-pages small")
-        large = sum(self._bytes(*part) for name, part in shape.parts.items() if self._on_host(name)) >= LEAST
-        wanted = self._demanded or (host_pages == "auto" and large and huge_pages_offered())
-        self.host_pages = "huge" if wanted and device.type == "cuda" else "small"
+        self._blocks: list[HostBlock] = []
+        self._kinds = self._kinds_to_try(host_pages)
+
+    @property
+    def host_pages(self) -> str:
+        return self._kinds[0]
+
+    def _kinds_to_try(self, asked: str) -> list[str]:
+        if self.device.type != "cuda":
+            return ["small"]
+        if asked == "auto":
+            large = carved_bytes(self._host_parts()) >= LEAST
+            return [kind for kind in PREFERRED if kind == "small" or (large and offered(kind, self.device))]
+        if not offered(asked, self.device):
+            why = {"huge": "this system gives no huge pages (see /sys/kernel/mm/transparent_hugepage/enabled)"}
+            raise UserError(f"{why.get(asked, 'this driver has no virtual memory for the host')}: give --host-pages small")
+        return [asked]
 
     def estimate(self, count: int) -> tuple[int, int]:
         """Bytes of host and of device memory that ``count`` segments take, pinned blocks rounded up as they are allocated."""
         host = device = 0
         for name, (shape, dtype) in self.shape.parts.items():
             size = self._bytes(shape, dtype)
-            if self.device.type == "cpu" or (self._on_host(name) and self.host_pages == "huge"):
+            if self.device.type == "cpu":
                 host += size
-            elif self._on_host(name):
-                host += 1 << (size - 1).bit_length()
-            else:
+            elif not self._on_host(name):
                 device += size
-        return (rounded_up(host) if self.host_pages == "huge" else host) * count, device * count
+            elif self.host_pages == "small":
+                host += 1 << (size - 1).bit_length()
+        if self.host_pages != "small":
+            host = carved_bytes(self._host_parts())
+        return host * count, device * count
 
     def check(self, count: int, *, limit: int | None = None) -> None:
         """Raise :class:`UserError` with the figures where ``count`` more segments exceed what is free, or a given limit in host bytes."""
@@ -138,10 +152,14 @@ class Arena:
         """
         made = []
         try:
-            for _ in range(count):
-                tensors = self._tensors()
-                views = {name: device_view(tensor, self.device) for name, tensor in tensors.items()}
-                made.append(Segment(tensors, views))
+            parts = self._host_parts()
+            size = carved_bytes(parts)
+            together = self._memory(size * count) if self.host_pages == "single" and count else None
+            for number in range(count):
+                memory = self._memory(size) if together is None else together[number * size :][:size]
+                carved = {} if memory is None else carve(memory, parts)
+                tensors = {name: carved[name] if name in carved else self._tensor(name, *part) for name, part in self.shape.parts.items()}
+                made.append(Segment(tensors, {name: self._view(tensor) for name, tensor in tensors.items()}))
         except (RuntimeError, MemoryError) as error:
             host, device = self.estimate(count)
             made.clear()
@@ -156,10 +174,11 @@ class Arena:
         self.segments.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            for block in self._blocks:
-                block.close()
-            self._blocks.clear()
-            release_pinned()
+            with contextlib.ExitStack() as closing:
+                closing.callback(release_pinned)
+                for block in self._blocks:
+                    closing.callback(block.close)
+                self._blocks.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -174,19 +193,26 @@ class Arena:
     def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
 
-    def _tensors(self) -> dict[str, Tensor]:
-        parts = self.shape.parts
-        if self.host_pages == "small":
-            return {name: self._tensor(name, *part) for name, part in parts.items()}
-        try:
-            block = HugeBlock({name: part for name, part in parts.items() if self._on_host(name)})
-        except RuntimeError:
-            if self._demanded or self._blocks:
-                raise
-            self.host_pages = "small"
-            return self._tensors()
-        self._blocks.append(block)
-        return {name: block.tensors[name] if name in block.tensors else self._tensor(name, *part) for name, part in parts.items()}
+    def _host_parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: part for name, part in self.shape.parts.items() if self._on_host(name)}
+
+    def _memory(self, size: int) -> Tensor | None:
+        """A new block's bytes, None where tensors come from torch's allocator one by one. ``auto`` moves on until a first one is had."""
+        while self.host_pages != "small" and size:
+            try:
+                block = host_block(self.host_pages, size, self.device)
+            except RuntimeError:
+                if self._blocks or len(self._kinds) == 1:
+                    raise
+                self._kinds.pop(0)
+            else:
+                self._blocks.append(block)
+                return block.memory
+        return None
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        driver = self.host_pages == "driver" and not tensor.is_cuda
+        return mapped_view(tensor, self.device) if driver else device_view(tensor, self.device)
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":

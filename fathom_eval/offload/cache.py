@@ -42,17 +42,18 @@ class Lane:
 
 
 def lanes_of(rows: int, heads: int, count: int) -> list[Lane]:
-    """``count`` lanes of equal size.
+    """``count`` lanes of whole rows, or of KV heads of one row, where the last ones may be a head smaller: what follows their scan shows.
 
     Raises:
-        UserError: The rows and heads cannot be shared evenly.
+        UserError: The rows and heads cannot be shared.
     """
     if count <= rows and rows % count == 0:
         size = rows // count
         return [Lane(slice(at * size, (at + 1) * size), slice(0, heads)) for at in range(count)]
-    if count % rows == 0 and heads % (count // rows) == 0:
-        size = heads // (count // rows)
-        return [Lane(slice(row, row + 1), slice(start, start + size)) for row in range(rows) for start in range(0, heads, size)]
+    a_row = count // rows
+    if count % rows == 0 and a_row <= heads:
+        cuts = [-(-heads * at // a_row) for at in range(a_row + 1)]
+        return [Lane(slice(row, row + 1), slice(*cut)) for row in range(rows) for cut in itertools.pairwise(cuts)]
     raise UserError(f"{rows} sessions of {heads} KV heads cannot be shared among {count} lanes")
 
 
@@ -145,12 +146,12 @@ class TieredCache:
         return next(iter(self.layers[0].lanes[0].tables.values())).capacity * self.arena.shape.blocks
 
     def attach(self, layer: int, row: int, segment: Segment) -> None:
-        """Add a segment to the end of a row; its content is the caller's."""
+        """Add a segment of the arena to the end of a row; its content is the caller's."""
         held = self.layers[layer]
         for lane, tables in zip(self.lanes, held.lanes, strict=True):
             if lane.rows.start <= row < lane.rows.stop:
                 for name, tensor in segment.tensors.items():
-                    tables[name].append(row - lane.rows.start, tensor[lane.heads])
+                    tables[name].append(row - lane.rows.start, tensor[lane.heads], mapped=True)
         held.segments[row].append(segment)
 
     def set_length(self, row: int, tokens: int) -> None:

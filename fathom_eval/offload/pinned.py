@@ -1,7 +1,9 @@
-"""Pinned host memory, from torch's allocator or in huge pages.
+"""Pinned host memory by the pages that it lies in.
 
-Rows of a long context lie far apart, and a GPU translates the address of each page that it reads. Where the system has huge pages, a block
-is mapped and filled in by several threads, and then registered with the driver.
+Rows of a long context lie far apart, and a GPU translates the address of each page that it reads. ``driver`` takes pages of 2 MiB from the
+CUDA driver, which the GPU maps as they are. ``huge`` asks the system for huge pages, filled in by several threads and then registered: they
+are pinned sooner, but mapped in small pages. ``single`` is one pinned allocation for all segments made together, and ``small`` takes every
+tensor from torch's allocator.
 """
 
 from __future__ import annotations
@@ -14,11 +16,17 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-HOST_PAGES = ("auto", "small", "huge")
+from fathom_eval.offload.driver import DriverBlock, SingleBlock, host_locations
+
+HOST_PAGES = ("auto", "driver", "huge", "single", "small")
+PREFERRED = ("driver", "huge", "small")
+"""What ``auto`` tries in turn for large segments."""
+
 HUGE = 2**21
 """Bytes of a huge page."""
 
@@ -46,45 +54,82 @@ def huge_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
 
 
-class HugeBlock:
-    """Tensors of host memory that start at huge pages, registered with the driver.
+class HostBlock(Protocol):
+    """Host memory that a GPU reads, starting at a page; ``memory`` is uint8 and must not be touched after ``close``."""
 
-    Args:
-        parts: Shape and dtype by name; they follow each other.
+    memory: Tensor
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice does no harm."""
+
+
+class HugeBlock:
+    """Host memory in huge pages of the system, registered with the driver.
 
     Raises:
         RuntimeError: The system or the driver refuses.
     """
 
-    def __init__(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in parts.items()}
-        self._size = rounded_up(sum(rounded_up(size, 256) for size in sizes.values()))
+    def __init__(self, size: int) -> None:
         try:
-            mapping = mmap.mmap(-1, self._size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             raise RuntimeError(f"huge pages: {error}") from None
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         place = -whole.data_ptr() % HUGE
-        self._memory = whole[place : place + self._size]
-        populate(self._memory)
-        code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._size, 0))
+        self.memory = whole[place : place + size]
+        populate(self.memory)
+        code = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
         if code:
             with contextlib.suppress(RuntimeError):  # the error would come up again at the next launch
                 torch.zeros(1, device="cuda")
-            raise RuntimeError(f"the driver does not register {self._size} bytes of host memory: CUDA error {code}")
+            raise RuntimeError(f"the driver does not register {size} bytes of host memory: CUDA error {code}")
         self._registered = True
-        self.tensors: dict[str, Tensor] = {}
-        start = 0
-        for name, (shape, dtype) in parts.items():
-            self.tensors[name] = self._memory[start : start + sizes[name]].view(dtype).view(shape)
-            start += rounded_up(sizes[name], 256)
 
     def close(self) -> None:
         """Take the memory back from the driver; it returns to the system once no tensor is left."""
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self._registered = False
+
+
+def offered(pages: str, device: torch.device) -> bool:
+    """Whether this machine has such pages for a CUDA device, as far as can be told before any are taken."""
+    if pages == "driver":
+        return bool(host_locations(ordinal(device)))
+    return pages != "huge" or huge_pages_offered()
+
+
+def host_block(pages: str, size: int, device: torch.device) -> HostBlock:
+    """A block of ``size`` bytes in ``driver``, ``huge`` or ``single`` pages.
+
+    Raises:
+        RuntimeError: The system or the driver refuses.
+    """
+    if pages == "driver":
+        return DriverBlock(size, ordinal(device))
+    return HugeBlock(size) if pages == "huge" else SingleBlock(size)
+
+
+def ordinal(device: torch.device) -> int:
+    """The number of a CUDA device."""
+    return torch.empty(0, device=device).get_device()
+
+
+def carved_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Bytes that :func:`carve` takes, in whole huge pages."""
+    return rounded_up(sum(rounded_up(math.prod(shape) * dtype.itemsize, 256) for shape, dtype in parts.values()))
+
+
+def carve(memory: Tensor, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Tensors of the given shapes and dtypes, one after the other in a block's bytes."""
+    tensors, start = {}, 0
+    for name, (shape, dtype) in parts.items():
+        size = math.prod(shape) * dtype.itemsize
+        tensors[name] = memory[start : start + size].view(dtype).view(shape)
+        start += rounded_up(size, 256)
+    return tensors
 
 
 def rounded_up(size: int, unit: int = HUGE) -> int:

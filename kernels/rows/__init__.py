@@ -18,7 +18,7 @@ class GroupRows:
     """The rows that each group attends to, in lists of a fixed capacity with a count on the device.
 
     Attributes:
-        rows: int32 ``[R, H, C]``, distinct sealed tokens in no particular order.
+        rows: int32 ``[R, H, C]``, distinct sealed tokens, ascending.
         members: int32 ``[R, H, C]``, bit g set where query head g attends to the row.
         counts: int32 ``[R, H]``, entries in use.
         tail_members: int32 ``[R, H, T]``, the same mask for the unsealed tokens, 0 where there is none.

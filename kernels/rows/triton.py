@@ -12,29 +12,33 @@ from fathom_eval.kernels.rows import GroupRows
 from fathom_eval.kernels.segments import SegmentTable
 
 ROWS = 16
-"""Rows that one program fetches."""
+"""Rows that a program fetches at once."""
+
+PROGRAMS: int | None = None
+"""Programs of a fetch that go through all lists, None for one a piece of a list. Few in flight stay close together in memory, so that
+fewer of the addresses they read have to be translated anew."""
 
 
 @triton.jit
-def _find(list_pointer, token, count, STEPS: tl.constexpr):
-    """Whether each token is in an ascending list of ``count`` entries."""
-    low = tl.zeros_like(token)
-    size = tl.zeros_like(token) + count
+def _search(indices, token, count, GROUP: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr):
+    """Each token in every head's ascending list: how many entries lie below it, and whether it is one, both ``[token, head]``."""
+    member = tl.arange(0, PADDED)[None, :]
+    lists = indices + member * count
+    low = token[:, None] * 0 + member * 0
+    size = low + tl.where(member < GROUP, count, 0)
     for _ in tl.static_range(STEPS):
         half = size // 2
-        right = tl.load(list_pointer + low + half, mask=size > 0, other=0x7FFFFFFF) < token
+        right = tl.load(lists + low + half, mask=size > 0, other=0x7FFFFFFF) < token[:, None]
         low = tl.where(right, low + half + 1, low)
         size = tl.where(right, size - half - 1, half)
-    return tl.load(list_pointer + low, mask=low < count, other=0x7FFFFFFF) == token
+    inside = (low < count) & (member < GROUP)
+    return low, tl.load(lists + low, mask=inside, other=0x7FFFFFFF) == token[:, None]
 
 
 @triton.jit
-def _heads_of(indices, token, count, GROUP: tl.constexpr, STEPS: tl.constexpr):
-    """Bit mask of the query heads whose lists hold each token."""
-    members = tl.zeros_like(token)
-    for member in tl.static_range(GROUP):
-        members |= _find(indices + member * count, token, count, STEPS).to(tl.int32) << member
-    return members
+def _head_bits(found, PADDED: tl.constexpr):
+    """Bit masks of the heads, from one flag a head."""
+    return tl.sum(found.to(tl.int32) << tl.arange(0, PADDED)[None, :], axis=1)
 
 
 @triton.jit
@@ -73,16 +77,27 @@ def _union_rows(
     first = tl.arange(0, SINK)
     held = tl.minimum(tl.minimum(sink, stop), sealed)
     tl.store(rows + first, first, mask=first < held)
-    tl.store(members + first, everyone, mask=first < held)
 
     element = tl.arange(0, PADDED * SLOTS)
     owner = element // SLOTS
     slot = element % SLOTS
     token = tl.load(indices + owner * count + slot, mask=(owner < GROUP) & (slot < count), other=0x7FFFFFFF)
-    found = _heads_of(indices, token, count, GROUP, STEPS)
+    below, listed = _search(indices, token, count, GROUP, PADDED, STEPS)
+    found = _head_bits(listed, PADDED)
     # A token is kept in the list of the first head that selected it.
     kept = (token >= held) & (token < tl.minimum(sealed, stop)) & ((found & ((1 << owner) - 1)) == 0)
-    place = held + tl.cumsum(kept.to(tl.int32), 0) - 1
+    # Ascending order brings rows of one page together. A token's place is how many kept ones of each list lie below it: running counts of
+    # the kept are laid down where masks will stand, and read where the token would be in each list.
+    running = tl.cumsum(kept.to(tl.int32), 0)
+    tl.store(members + owner * count + slot, running, mask=(owner < GROUP) & (slot < count))
+    tl.debug_barrier()
+    member = tl.arange(0, PADDED)[None, :]
+    entry = member * count + below
+    lower = tl.load(members + entry - 1, mask=(member < GROUP) & (entry > 0), other=0)
+    before = tl.load(members + member * count - 1, mask=(member < GROUP) & (member > 0), other=0)
+    place = held + tl.sum(lower - before, axis=1)
+    tl.debug_barrier()
+    tl.store(members + first, everyone, mask=first < held)
     tl.store(rows + place, token, mask=kept)
     tl.store(members + place, everyone if SHARED else found, mask=kept)
     # The local window may reach into sealed blocks where the caller seals early.
@@ -95,7 +110,8 @@ def _union_rows(
     tl.store(counts + pair, taken + extra)
 
     position = sealed + late
-    picked = _heads_of(indices, position, count, GROUP, STEPS)
+    _, listed = _search(indices, position, count, GROUP, PADDED, STEPS)
+    picked = _head_bits(listed, PADDED)
     if SHARED:
         picked = tl.where(picked > 0, everyone, 0)
     picked = tl.where((position >= stop) | (position < sink), everyone, picked)
@@ -122,26 +138,26 @@ def _fetch_rows(
     ROWS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    pair = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Programs that start together read the same stretch of tokens in every head.
+    pair = tl.program_id(0).to(tl.int64)
     wanted = tl.load(counts + pair)
-    if tl.program_id(0) * ROWS >= wanted:
-        return
-    token = tl.load(rows + pair * capacity + slot, mask=slot < wanted, other=0)
-    address = tl.load(table + (pair // heads) * segments + token // segment_tokens) * 16
-    # All parts of a token are one run, read by neighbouring threads in one piece.
-    start = ((pair % heads) * segment_tokens + token % segment_tokens) * stored + first
     word = tl.arange(0, WORDS)
-    inside = (slot < wanted)[:, None] & (word < PARTS * width)[None, :]
-    if MEMBERS:
-        inside &= (tl.load(members + pair * capacity + slot, mask=slot < wanted, other=0) != 0)[:, None]
-    source = (address.to(tl.pointer_type(tl.int32)) + start)[:, None] + word[None, :]
-    # Rows are whole multiples of 16 bytes, which the compiler cannot see in an address that comes from memory.
-    source = tl.multiple_of(tl.max_contiguous(source, [1, 4]), [1, 16])
     part = word // width if PARTS > 1 else word * 0
-    target = out + ((part[None, :] * pairs + pair) * capacity + slot[:, None]) * width + (word - part * width)[None, :]
-    target = tl.multiple_of(tl.max_contiguous(target, [1, 4]), [1, 16])
-    tl.store(target, tl.load(source, mask=inside), mask=inside)
+    for begin in range(tl.program_id(1) * ROWS, wanted, tl.num_programs(1) * ROWS):
+        slot = begin + tl.arange(0, ROWS)
+        token = tl.load(rows + pair * capacity + slot, mask=slot < wanted, other=0)
+        address = tl.load(table + (pair // heads) * segments + token // segment_tokens) * 16
+        # All parts of a token are one run, read by neighbouring threads in one piece.
+        start = ((pair % heads) * segment_tokens + token % segment_tokens) * stored + first
+        inside = (slot < wanted)[:, None] & (word < PARTS * width)[None, :]
+        if MEMBERS:
+            inside &= (tl.load(members + pair * capacity + slot, mask=slot < wanted, other=0) != 0)[:, None]
+        source = (address.to(tl.pointer_type(tl.int32)) + start)[:, None] + word[None, :]
+        # Rows are whole multiples of 16 bytes, which the compiler cannot see in an address that comes from memory.
+        source = tl.multiple_of(tl.max_contiguous(source, [1, 4]), [1, 16])
+        target = out + ((part[None, :] * pairs + pair) * capacity + slot[:, None]) * width + (word - part * width)[None, :]
+        target = tl.multiple_of(tl.max_contiguous(target, [1, 4]), [1, 16])
+        tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
 def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local: int, shared: bool, union: GroupRows) -> None:
@@ -181,7 +197,8 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: i
     rows, heads, capacity = union.rows.shape
     _, tokens, stored, width = example.shape
     words, parts = width * example.element_size() // 4, out.shape[0]
-    _fetch_rows[(triton.cdiv(capacity, ROWS), rows * heads)](
+    pieces = triton.cdiv(capacity, ROWS)
+    _fetch_rows[(rows * heads, pieces if PROGRAMS is None else min(pieces, max(1, PROGRAMS // (rows * heads))))](
         table.addresses,
         union.rows,
         union.members,

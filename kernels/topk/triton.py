@@ -7,14 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom_eval.kernels.selecting import count_reaching, keep_largest, kth_largest, ordered_bits, raise_threshold
+from fathom_eval.kernels.selecting import (
+    count_reaching,
+    keep_largest,
+    kth_largest,
+    kth_largest_of_rows,
+    ordered_bits,
+    places_in_rows,
+    raise_threshold,
+)
 from fathom_eval.kernels.topk import looked_at
 
 CHUNK = 8192
 """Tokens of the chosen blocks that are looked at together: 16 a thread."""
 
 TILE = 2048
-"""Candidates that a step of the search looks at together."""
+"""Candidates that a step of the search looks at together; as many as there are, as a rule."""
+
+ROW = 16
+"""Block maxima that a thread ranks."""
 
 
 @triton.jit
@@ -36,8 +47,8 @@ def _top_blocks(
     sink,
     local,
     count,
-    tail_blocks,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW: tl.constexpr,
     SLOTS: tl.constexpr,
     BITS: tl.constexpr,
 ):
@@ -45,7 +56,7 @@ def _top_blocks(
     row = line // lines
     sealed = tl.load(blocks + row)
     start, stop = _candidates(tl.load(tokens + row), sink, local)
-    block = tl.arange(0, TILE)
+    block = tl.arange(0, ROWS)[:, None] * ROW + tl.arange(0, ROW)[None, :]
     inside = (block < sealed) & (block * 64 < stop) & (block * 64 + 64 > start)
     keys = ordered_bits(tl.load(maxima + line * capacity + block, mask=inside, other=0.0))
     # A block with tokens that do not compete may owe its maximum to them: it is taken in any case, beside the others.
@@ -53,18 +64,60 @@ def _top_blocks(
     top: tl.constexpr = (1 << BITS) - 1
     keys = tl.where(inside, tl.where(edge, top, keys), 0)
     wanted = count + 2
-    threshold = kth_largest(keys, wanted, BITS)
-    kept = keep_largest(keys, threshold, wanted)
-    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    threshold = kth_largest_of_rows(keys, wanted, BITS)
+    above = keys > threshold
+    level = (keys == threshold) & (keys > 0)
+    more = wanted - tl.sum(tl.sum(above.to(tl.int32), axis=1), axis=0)
+    # Of equal maxima the first are kept.
+    rank, _ = places_in_rows(level)
+    kept = above | (level & (rank < more))
+    place, held = places_in_rows(kept)
     scratch += line * (1 + 129 * width)
     tl.store(scratch, threshold.to(tl.int32, bitcast=True))
     chosen = scratch + 1
     tl.store(chosen + place, block, mask=kept)
-    # The unsealed tokens follow as blocks of their own; what is left is marked empty.
-    found = tl.sum(kept.to(tl.int32))
     slot = tl.arange(0, SLOTS)
-    rest = slot - found
-    tl.store(chosen + slot, tl.where(rest < tail_blocks, sealed + rest, -1), mask=(rest >= 0) & (slot < width))
+    tl.store(chosen + slot, -1, mask=(slot >= tl.sum(held, axis=0)) & (slot < wanted))
+
+
+@triton.jit
+def _search_few(near_keys, near_tokens, near, indices, count, TILE: tl.constexpr, BITS: tl.constexpr):
+    """:func:`_search_many` of keys that are looked at in one step and stay in registers."""
+    offset = tl.arange(0, TILE)
+    keys = tl.load(near_keys + offset, mask=offset < near, other=0).to(tl.uint32, bitcast=True)
+    token = tl.load(near_tokens + offset, mask=offset < near, other=0)
+    kept = keep_largest(keys, kth_largest(keys, count, BITS), count)
+    tl.store(indices + tl.cumsum(kept.to(tl.int32), 0) - 1, token, mask=kept)
+    return tl.sum(kept.to(tl.int32))
+
+
+@triton.jit
+def _search_many(near_keys, near_tokens, near, indices, count, TILE: tl.constexpr, BITS: tl.constexpr):
+    """Write the tokens of the ``count`` largest of more keys than one step looks at, in their order; how many there were."""
+    offset = tl.arange(0, TILE)
+    threshold = tl.zeros([], dtype=tl.uint32)
+    for step in range(BITS // 2):
+        shift = BITS - 2 - 2 * step
+        reached = tl.zeros([], dtype=tl.int64)
+        for begin in range(0, near, TILE):
+            keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
+            reached += count_reaching(keys, threshold, shift)
+        threshold = raise_threshold(threshold, reached, shift, count)
+    above = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, near, TILE):
+        keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
+        above += tl.sum((keys > threshold).to(tl.int32))
+    found = tl.zeros([], dtype=tl.int32)
+    wanted = count - above
+    for begin in range(0, near, TILE):
+        keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
+        token = tl.load(near_tokens + begin + offset, mask=begin + offset < near, other=0)
+        level = (keys == threshold) & (keys > 0)
+        kept = (keys > threshold) | (level & (tl.cumsum(level.to(tl.int32), 0) <= wanted))
+        tl.store(indices + found + tl.cumsum(kept.to(tl.int32), 0) - 1, token, mask=kept)
+        found += tl.sum(kept.to(tl.int32))
+        wanted -= tl.sum(level.to(tl.int32))
+    return found
 
 
 @triton.jit
@@ -104,20 +157,24 @@ def _top_tokens(
     # The blocks' threshold bounds the tokens' from below. What reaches it is set aside: a few more than are wanted, as a rule.
     bound = tl.load(scratch).to(tl.uint32, bitcast=True)
     near = tl.zeros([], dtype=tl.int32)
-    for begin in range(0, width * 64, CHUNK):
-        element = begin + tl.arange(0, CHUNK)
-        block = tl.load(chosen + element // 64, mask=element < width * 64, other=-1)
-        token = block * 64 + element % 64
-        competes = (block >= 0) & (token >= start) & (token < stop)
-        stored = block < sealed
-        values = tl.load(scores + token // SPAN, mask=competes & stored, other=0.0)
-        if TAIL:
-            behind = token - sealed * 64
-            competes &= stored | (behind < tail)
-            values = tl.where(stored, values, tl.load(tail_scores + behind, mask=competes & (behind >= 0), other=0.0))
-        else:
-            competes &= stored
-        keys = tl.where(competes, ordered_bits(values), 0)
+    slot = tl.arange(0, CHUNK // 64)
+    for begin in range(0, count + 2, CHUNK // 64):
+        block = tl.load(chosen + begin + slot, mask=begin + slot < count + 2, other=-1)
+        token = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+        # A chosen block is in the store as a whole, so that its scores come in wide loads.
+        stored = (block >= 0)[:, None]
+        values = tl.load(scores + (token if SPAN == 1 else token // SPAN), mask=stored, other=0.0)
+        keys = tl.where(stored & (token >= start) & (token < stop), ordered_bits(values), 0)
+        kept = (keys >= bound) & (keys > 0)
+        place, held = places_in_rows(kept)
+        tl.store(near_keys + near + place, keys.to(tl.int32, bitcast=True), mask=kept)
+        tl.store(near_tokens + near + place, token, mask=kept)
+        near += tl.sum(held, axis=0)
+    if TAIL:
+        behind = tl.arange(0, TAIL)
+        token = sealed * 64 + behind
+        competes = (behind < tail) & (token >= start) & (token < stop)
+        keys = tl.where(competes, ordered_bits(tl.load(tail_scores + behind, mask=competes, other=0.0)), 0)
         kept = (keys >= bound) & (keys > 0)
         place = near + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(near_keys + place, keys.to(tl.int32, bitcast=True), mask=kept)
@@ -126,29 +183,11 @@ def _top_tokens(
     # Other threads of this program read what was just written.
     tl.debug_barrier()
 
-    offset = tl.arange(0, TILE)
-    threshold = tl.zeros([], dtype=tl.uint32)
-    for step in range(BITS // 2):
-        shift = BITS - 2 - 2 * step
-        reached = tl.zeros([], dtype=tl.int64)
-        for begin in range(0, near, TILE):
-            keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
-            reached += count_reaching(keys, threshold, shift)
-        threshold = raise_threshold(threshold, reached, shift, count)
-    above = tl.zeros([], dtype=tl.int32)
-    for begin in range(0, near, TILE):
-        keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
-        above += tl.sum((keys > threshold).to(tl.int32))
     found = tl.zeros([], dtype=tl.int32)
-    wanted = count - above
-    for begin in range(0, near, TILE):
-        keys = tl.load(near_keys + begin + offset, mask=begin + offset < near, other=0).to(tl.uint32, bitcast=True)
-        token = tl.load(near_tokens + begin + offset, mask=begin + offset < near, other=0)
-        level = (keys == threshold) & (keys > 0)
-        kept = (keys > threshold) | (level & (tl.cumsum(level.to(tl.int32), 0) <= wanted))
-        tl.store(indices + found + tl.cumsum(kept.to(tl.int32), 0) - 1, token, mask=kept)
-        found += tl.sum(kept.to(tl.int32))
-        wanted -= tl.sum(level.to(tl.int32))
+    if near <= TILE:
+        found += _search_few(near_keys, near_tokens, near, indices, count, TILE, BITS)
+    else:
+        found += _search_many(near_keys, near_tokens, near, indices, count, TILE, BITS)
     slot = tl.arange(0, SLOTS)
     tl.store(indices + slot, 0x7FFFFFFF, mask=(slot >= found) & (slot < count))
 
@@ -170,7 +209,7 @@ def top_tokens(
     tail = 0 if tail_scores is None else tail_scores.shape[-1]
     width = looked_at(count, tail)
     bits = 8 * scores.element_size()
-    tile = triton.next_power_of_2(capacity)
+    ranks = triton.next_power_of_2(capacity)
     _top_blocks[(rows * heads * group,)](
         maxima,
         blocks,
@@ -182,13 +221,13 @@ def top_tokens(
         sink,
         local,
         count,
-        -(-tail // 64),
-        TILE=tile,
-        SLOTS=triton.next_power_of_2(width),
+        ROWS=triton.cdiv(ranks, ROW),
+        ROW=min(ROW, ranks),
+        SLOTS=triton.next_power_of_2(count + 2),
         BITS=bits,
-        num_warps=min(32, max(1, tile // 512)),
+        num_warps=min(32, max(1, ranks // 512)),
     )
-    chunk = min(CHUNK, triton.next_power_of_2(width * 64))
+    chunk = min(CHUNK, triton.next_power_of_2((count + 2) * 64))
     _top_tokens[(rows * heads * group,)](
         scores,
         scores if tail_scores is None else tail_scores,
@@ -208,6 +247,6 @@ def top_tokens(
         TILE=min(TILE, chunk),
         SLOTS=triton.next_power_of_2(count),
         BITS=bits,
-        TAIL=tail > 0,
+        TAIL=triton.next_power_of_2(tail) if tail else 0,
         num_warps=max(1, chunk // 512),
     )

@@ -105,7 +105,8 @@ def _scans(keys: SyntheticKeys) -> dict[str, Scan]:
 
 
 def _tables(segments: Sequence[Segment]) -> LaneTables:
-    return LaneTables({name: SegmentTable.of([segment.tensors[name] for segment in segments], "cuda") for name in segments[0].tensors})
+    tensors = {name: [segment.tensors[name] for segment in segments] for name in segments[0].tensors}
+    return LaneTables({name: SegmentTable.of(parts, "cuda", mapped=True) for name, parts in tensors.items()})
 
 
 def _scan_path(held: _Keys, name: str, scan: Scan) -> Path:
