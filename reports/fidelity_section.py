@@ -20,7 +20,7 @@ from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, dra
 from fathom_eval.reports.document import Block, Column, Drawing, Entry, Fact, Item, Measure, Row, Section, Table, difference, entry
 from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of, provenance_of, starts_of
 from fathom_eval.reports.fidelity import LEGEND, fidelity_frame, pairs_frame
-from fathom_eval.reports.fidelity_words import answer, equal_error, fidelity_remarks
+from fathom_eval.reports.fidelity_words import answer, equal_error, fidelity_remarks, frontier
 from fathom_eval.reports.gaps import gaps, planned
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.loading import Loaded, Records
@@ -29,6 +29,8 @@ from fathom_eval.reports.wording import count, join, number, setting, significan
 from fathom_eval.run import canonical_json
 from fathom_eval.stats import paired_difference
 
+_MANY_METHODS = 16
+"""With more of them the page sets only those against each other that none beats in bits and error; the CSV holds every pair."""
 AXES = {"error_dense": "error to dense", "error_exact": "error to exact top-k"}
 _NEEDED = ("context", "k", "sample", "method", "options", "method_version", "label", "family", "control", "finish")
 
@@ -125,7 +127,7 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
             *_figure(context, k, here, where, styles),
             *_equal_error(context, k, here, where),
             _squared(context, k, here, where),
-            *_pairs(source, context, k, where),
+            *_pairs(source, context, k, here, where),
         ]
         text = answer(source.rows, [(context, k)], source.pairs) if len(source.settings) > 1 else ""
         blocks.append(Block(f"{anchor}-{context}-{k}", setting(context, k), items, text))
@@ -299,9 +301,14 @@ def _equal_error(context: int, k: int, rows: Sequence[Mapping[str, Any]], where:
     return [Table(f"equal-error-{context}-k{k}", title, where, (*columns, Column("bits ÷ its bits")), tuple(table), legend)]
 
 
-def _pairs(source: FidelitySource, context: int, k: int, where: str) -> list[Table]:
+def _pairs(source: FidelitySource, context: int, k: int, here: Sequence[Mapping[str, Any]], where: str) -> list[Table]:
     frame = source.pairs
     frame = frame[(frame["context"] == context) & (frame["k"] == k)]
+    which = "Every two methods"
+    if len({row["method"] for row in here}) > _MANY_METHODS:
+        best = [row["method"] for row in frontier(list(here))]
+        frame = frame[frame["method"].isin(best) & frame["other"].isin(best)]
+        which = "Every two scans that none beats in both bits and error"
     if not len(frame):
         return []
     columns = (
@@ -326,9 +333,7 @@ def _pairs(source: FidelitySource, context: int, k: int, where: str) -> list[Tab
     legend = (
         "difference of errors paired by window with a 95 % bootstrap interval; coloured where it excludes zero and there are windows enough"
     )
-    return [
-        Table(f"pairs-{context}-k{k}", f"Every two methods at {setting(context, k)}", where, columns, tuple(table), legend, collapsed=True)
-    ]
+    return [Table(f"pairs-{context}-k{k}", f"{which} at {setting(context, k)}", where, columns, tuple(table), legend, collapsed=True)]
 
 
 def _failures(source: FidelitySource, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -11,6 +11,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.fidelity import METRICS
 from fathom_eval.reports import build_report
 from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table, pairs_frame
+from fathom_eval.reports.fidelity_words import frontier
 from tests.reports.made_records import fidelity_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
 
@@ -122,3 +123,10 @@ def test_records_of_another_kind_are_refused(tmp_path: Path) -> None:
     record = {"kind": "fidelity", "task": "x", "context": 1, "sample": 0, "k": 1, "method": "m", "options": {}, "method_version": 1}
     with pytest.raises(UserError, match="no record of kind 'fidelity'"):
         build_report([write_run(tmp_path / "run", [record], kind="fidelity")], tmp_path / "out")
+
+
+def test_a_method_that_takes_more_than_k_tokens_stands_outside_the_frontier() -> None:
+    row = {"control": False, "bits": 10.0, "error_dense": 0.3}
+    rows = [{**row, "method": "plain"}, {**row, "method": "sampled (k: of the oracle only)", "bits": 5.0, "error_dense": 0.1}]
+    rows.append({**row, "method": "worse", "error_dense": 0.4})
+    assert [one["method"] for one in frontier(rows)] == ["plain"]
