@@ -73,6 +73,7 @@ def sweep_steps(context: int, repeats: int, host_gib: float, lanes: list[int], p
         SHAPES["qwen3-8b-shape"], specs, [context], 1, device=device, index="host", spread=1.0, host_limit=int(host_gib * 2**30), say=say
     )
     with closing(source):
+        source.build()
         rates = quick_rates(device)
         source.open(context)
         common = fit_source(source, 512, specs[0], say)
@@ -114,7 +115,7 @@ def sweep_rows(host_gib: float, repeats: int, kinds: list[str], sizes: list[int]
                 for number, segment in enumerate(arena.segments):
                     segment.views["rows"].view(torch.int16).copy_(marks + 77 * number)
                 for size, count in itertools.product(sizes, programs):
-                    rows.ROWS, rows.PROGRAMS = size, count or None
+                    rows.ROWS, rows.PROGRAMS["host"] = size, count or None
                     settings = {"host_pages": arena.host_pages, "rows_at_once": size, "programs": count}
                     for record in rows_of_pool(arena, layers, settings, link, repeats):
                         print(json.dumps(record), flush=True)
@@ -126,7 +127,7 @@ def rows_of_pool(arena: Arena, layers: int, settings: dict[str, Any], link: floa
     """Records of one setting: both orders at every place."""
     device = arena.device
     pools = [[one.tensors["rows"] for one in arena.segments[at * ROW_SEGMENTS :][:ROW_SEGMENTS]] for at in range(layers)]
-    tables = [SegmentTable.of(pool, device, mapped=True) for pool in pools]
+    tables = [SegmentTable.of(pool, device) for pool in pools]
     out = torch.empty(2, 1, kernels.HEADS, ROWS, kernels.CHANNELS, device=device, dtype=torch.bfloat16)
     reads = [partial(read_runs, pool, torch.empty(SCAN_BYTES // 4, device=device, dtype=torch.int32)) for pool in runs_of(arena, layers)]
     for order in ("runs", "ascending"):
@@ -147,7 +148,9 @@ def rows_of_pool(arena: Arena, layers: int, settings: dict[str, Any], link: floa
         paths = [Path(place, launches, 0 if "scan" in place else ROW_BYTES, facts) for place, launches in places.items()]
         found = {record["name"]: record for record in path_records("rows", ROW_SEGMENTS * SEGMENT_BLOCKS * 64, paths, link, repeats)}
         after = found["scan and rows"]["gpu_ms"] - found["scan"]["gpu_ms"]
-        found["after a scan"] = {**found["layers"], "name": "after a scan", "gpu_ms": after, "gb_s": ROW_BYTES / after / 1e6}
+        rate = ROW_BYTES / after / 1e6
+        cold = {"name": "after a scan", "gpu_ms": after, "gb_s": rate, "of_ceiling": rate / link}
+        found["after a scan"] = {**found["layers"], **cold}
         found["scan"]["gb_s"] = SCAN_BYTES / found["scan"]["gpu_ms"] / 1e6
         rates = ", ".join(f"{place} {found[place]['gb_s']:.1f}" for place in ("again", "one layer", "layers", "scan", "after a scan"))
         how = f"{settings['host_pages']:>6} {settings['rows_at_once']:>3} at once, {settings['programs'] or 'all':>4} programs"
@@ -182,7 +185,7 @@ def main() -> None:
     add("--host-memory", type=float, default=24, help="GiB that steps and rows may pin (default: 24)")
     add("--lanes", type=int, nargs="+", default=[1, 2, 4], help="with --step (default: 1 2 4)")
     add("--programs", type=int, nargs="+", default=None, help="of a scan or a fetch; 0 is one a piece (default: a few)")
-    add("--pages", nargs="+", default=["small", "single", "driver"], choices=HOST_PAGES, help="with --rows (default: small single driver)")
+    add("--pages", nargs="+", default=["small", "huge"], choices=HOST_PAGES, help="with --rows (default: small huge)")
     add("--at-once", type=int, nargs="+", default=[8, 32], help="rows that a program fetches at once (default: 8 32)")
     options = parser.parse_args()
     if not torch.cuda.is_available():

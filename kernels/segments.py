@@ -43,15 +43,12 @@ class SegmentTable:
         """Any segment: they have one shape and dtype."""
         return next(row[0] for row in self.segments if row)
 
-    def append(self, row: int, segment: Tensor, *, mapped: bool = False) -> None:
+    def append(self, row: int, segment: Tensor) -> None:
         """Add a contiguous segment to the end of a row.
-
-        Args:
-            mapped: The caller knows that the kernels' device reads this memory, also where torch does not see that it is pinned.
 
         Raises:
             ValueError: The row is full, or the segment is not contiguous, not aligned to 16 bytes, unlike the others, or neither on the
-                kernels' device nor pinned nor mapped.
+                kernels' device nor pinned.
         """
         held = self.segments[row]
         if len(held) == self.capacity:
@@ -61,16 +58,16 @@ class SegmentTable:
         known = next((other[0] for other in self.segments if other), segment)
         if segment.shape != known.shape or segment.dtype != known.dtype:
             raise ValueError(f"segment {segment.dtype} {list(segment.shape)} is unlike the table's {known.dtype} {list(known.shape)}")
-        if segment.device.type != self.addresses.device.type and not mapped and not segment.is_pinned():
+        if segment.device.type != self.addresses.device.type and not segment.is_pinned():
             raise ValueError(f"a segment on {segment.device} must be pinned to be read from {self.addresses.device}")
         self.addresses[row, len(held)] = segment.data_ptr() // ADDRESS_UNIT
         held.append(segment)
 
     @classmethod
-    def of(cls, segments: list[Tensor], device: torch.device | str, *, rows: int = 1, mapped: bool = False) -> SegmentTable:
+    def of(cls, segments: list[Tensor], device: torch.device | str, *, rows: int = 1) -> SegmentTable:
         """A full table whose rows all read the same segments."""
         table = cls(rows, len(segments), device)
         for row in range(rows):
             for segment in segments:
-                table.append(row, segment, mapped=mapped)
+                table.append(row, segment)
         return table

@@ -14,6 +14,8 @@ from fathom_eval.reports.wording import join, significant
 # Names of fields that the records of kernels have, as a reader reads them.
 _TITLES = {
     "gbytes_per_s": "GB/s",
+    "gb_s": "GB/s",
+    "gpu_ms": "ms",
     "mbytes": "MB",
     "of_ceiling": "of ceiling",
     "active_channels": "channels",
@@ -21,6 +23,7 @@ _TITLES = {
     "rows_a_head": "rows a head",
 }
 _NO_TABLE = frozenset({"device", "check"})
+_MOST_BARS = 40
 # Of the key of a record, and what the line below the table says.
 _NO_COLUMN = frozenset({"kind", "name", "measure", "task", "method", "sample", "k", "options", "method_version", "device"})
 
@@ -49,18 +52,19 @@ def kernel_answer(records: Sequence[Mapping[str, Any]]) -> str:
         own = [one for one in records if printable(one.get("measure") or one.get("kind")) == kind and _is_timed(one)]
         if own:
             longest = max(one["context"] for one in own)
-            named = [f"{printable(one['name'])} {significant(float(one['ms']))} ms" for one in own if one["context"] == longest]
+            named = [f"{printable(one['name'])} {significant(time_of_kernel(one))} ms" for one in own if one["context"] == longest]
             parts.append(f"{kind[:1].upper()}{kind[1:]}, {longest:,} tokens: {join(named)}.")
     return " ".join(parts)
 
 
+def time_of_kernel(record: Mapping[str, Any]) -> float | None:
+    """Milliseconds of a kernel, under either name that records have for them."""
+    found = record.get("ms", record.get("gpu_ms"))
+    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+
+
 def _is_timed(record: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(record.get("ms"), (int, float))
-        and isinstance(record.get("context"), int)
-        and "of_ceiling" in record
-        and "name" in record
-    )
+    return time_of_kernel(record) is not None and isinstance(record.get("context"), int) and "of_ceiling" in record and "name" in record
 
 
 def _figure(kind: str, records: Sequence[Mapping[str, Any]], origin: str, taken: set[str]) -> list[Item]:
@@ -69,7 +73,9 @@ def _figure(kind: str, records: Sequence[Mapping[str, Any]], origin: str, taken:
     if len(named) < 3 or not contexts:
         return []
     longest = max(contexts)
-    bars = [Bar(printable(record["name"]), [("ms", float(record["ms"]))]) for record in named if record["context"] == longest]
+    bars = [Bar(printable(one["name"]), [("ms", time_of_kernel(one) or 0.0)]) for one in named if one["context"] == longest]
+    if len(bars) > _MOST_BARS:
+        return []
     title = f"{kind}, {longest:,} tokens"
     drawing = draw_bars(
         slug(f"kernels-{kind}", taken),

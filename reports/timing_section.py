@@ -20,8 +20,9 @@ from fathom_eval.reports.document import Block, Column, Entry, Fact, Item, Measu
 from fathom_eval.reports.facts import devices_of, fact, provenance_of, starts_of
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.grids import Bar, draw_bars
-from fathom_eval.reports.kernel_tables import kernel_answer, kernel_blocks
+from fathom_eval.reports.kernel_tables import kernel_answer, kernel_blocks, time_of_kernel
 from fathom_eval.reports.loading import Loaded, Records
+from fathom_eval.reports.step_ratios import method_of, overlaps, quotient, ratio_table, reference_of, time_of, value
 from fathom_eval.reports.tables import results_csv
 from fathom_eval.reports.wording import Remark, count, join, number, significant
 
@@ -71,7 +72,7 @@ def timing_source(loaded: Loaded) -> TimingSource:
             steps.append(record)
         else:
             others.append(record)
-    if not steps and not any(value(record, "ms") is not None for record in others):
+    if not steps and not any(time_of_kernel(record) is not None for record in others):
         raise UserError(f"{loaded.path} holds no timings")
     return TimingSource(loaded.name, loaded.records, steps, others)
 
@@ -79,6 +80,9 @@ def timing_source(loaded: Loaded) -> TimingSource:
 def timing_section(source: TimingSource, anchor: str, styles: dict[str, Style]) -> Section:
     """The timings with everything that a report shows of them."""
     blocks = [_block(source, anchor, number, place, styles) for number, place in enumerate(source.places)]
+    ratios = ratio_table([(_words(place), _valid(_here(source, place))) for place in source.places], _origin(source))
+    if ratios is not None:
+        blocks.insert(0, Block(f"{anchor}-ratios", "Against Fathom's 48-bit read", [ratios]))
     blocks += kernel_blocks(source.others, anchor, f"run {source.name} · {source.device}")
     manifest = source.run.manifest
     return Section(
@@ -100,25 +104,6 @@ def timing_section(source: TimingSource, anchor: str, styles: dict[str, Style]) 
         manifest=manifest,
         data={"results.csv": partial(_write, source=source)},
     )
-
-
-def value(record: Mapping[str, Any], name: str) -> float | None:
-    """A number of a record; None where it is missing or no number."""
-    found = record.get(name)
-    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found) else None
-
-
-def time_of(step: Mapping[str, Any]) -> float | None:
-    """GPU milliseconds of a step; those of the clock where there was no GPU."""
-    gpu = value(step, "gpu_ms")
-    return value(step, "wall_ms") if gpu is None else gpu
-
-
-def method_of(step: Mapping[str, Any]) -> str:
-    """The label of a step's method; a rerank that the label does not name is added."""
-    label = printable(step.get("label") or step.get("method"))
-    rerank = value(step, "rerank")
-    return f"{label} rerank={rerank:g}" if rerank is not None and rerank > 1 and "rerank" not in label else label
 
 
 def place_of(step: Mapping[str, Any]) -> Place:
@@ -144,9 +129,13 @@ def _here(source: TimingSource, place: Place) -> list[Mapping[str, Any]]:
     return sorted((step for step in source.steps if place_of(step) == place), key=lambda step: (step["context"], time_of(step)))
 
 
+def _origin(source: TimingSource, words: str = "") -> str:
+    return " · ".join(part for part in (f"run {source.name}", source.model, words, source.device) if part)
+
+
 def _block(source: TimingSource, anchor: str, number_: int, place: Place, styles: dict[str, Style]) -> Block:
     steps = _here(source, place)
-    where = " · ".join(part for part in (f"run {source.name}", source.model, _words(place), source.device) if part)
+    where = _origin(source, _words(place))
     more = "".join(f"-{letter}{amount}" for letter, amount in (("s", place[3]), ("l", place[4])) if amount > 1)
     stem = slug(f"{place[0]}-b{place[1]}-k{place[2]}{more}", set())
     items: list[Item] = []
@@ -158,10 +147,14 @@ def _block(source: TimingSource, anchor: str, number_: int, place: Place, styles
 
 
 def _curve(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str, styles: dict[str, Style]) -> Any:
+    """Time and ratio against context; None where there is one context alone, which the bars show."""
+    if len({step["context"] for step in _valid(steps)}) < 2:
+        return None
+
     def points(of: str, text: str) -> list[Point]:
         found = []
         for step in _valid(steps):
-            amount = time_of(step) if of == "time" else _ratio(step)
+            amount = time_of(step) if of == "time" else quotient(step, "gpu_ms", "floor_ms")
             if amount is not None:
                 tip = f"{method_of(step)}, {step['context']:,} tokens: {text} {significant(amount)}"
                 found.append(Point(method_of(step), float(step["context"]), amount, None, tip, joined=True))
@@ -190,21 +183,16 @@ def _bars(stem: str, steps: Sequence[Mapping[str, Any]], where: str) -> Any:
         if step["context"] == longest
     ]
     title = f"where the time goes at {longest:,} tokens"
+    axis = "GPU ms of all kernels; of those side by side, each" if any(overlaps(step) for step in split) else "GPU ms of a step"
     description = (
         f"GPU milliseconds of a step by component at {longest:,} tokens, with the floor marked. The numbers are in the table below."
     )
-    return draw_bars(f"parts-{stem}", title, description, where, bars, "GPU ms of a step", "floor")
+    return draw_bars(f"parts-{stem}", title, description, where, bars, axis, "floor")
 
 
-def _ratio(step: Mapping[str, Any]) -> float | None:
-    gpu, floor = value(step, "gpu_ms"), value(step, "floor_ms")
-    return gpu / floor if gpu is not None and floor else None
-
-
-def _reference(steps: Sequence[Mapping[str, Any]], context: int) -> Mapping[str, Any] | None:
-    """The read of variable depth that the others are set against: its mean budget of 48, or the fastest."""
-    own = [step for step in _valid(steps) if step["context"] == context and str(step.get("method", "")).startswith("fathom")]
-    return next((step for step in own if "48" in method_of(step)), own[0] if own else None)
+def _void_reason(step: Mapping[str, Any]) -> str:
+    reason = step.get("void_reason") or ("" if step["void"] is True else step["void"])
+    return printable(reason) if reason else ""
 
 
 def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
@@ -219,13 +207,12 @@ def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], whe
         "channels",
         "link MB",
         "rows MB",
-        "link GB/s",
     )
     columns = (Column("method"), *(Column(title, "10th to 90th percentile" if title == "wall ms" else "") for title in titles))
     columns = (*columns, Column("notes", text=True))
     rows = []
     for step in steps:
-        reference = _reference(steps, step["context"])
+        reference = reference_of([one for one in _valid(steps) if one["context"] == step["context"]])
         gpu, base = value(step, "gpu_ms"), time_of(reference) if reference else None
         low, high = value(step, "wall_ms_p10"), value(step, "wall_ms_p90")
         spread = (f"{significant(low)}–{significant(high)}",) if low is not None and high is not None else ()
@@ -236,17 +223,19 @@ def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], whe
             entry(gpu, None),
             entry(value(step, "wall_ms"), None, small=spread),
             entry(value(step, "floor_ms"), None),
-            entry(_ratio(step), 2),
+            entry(quotient(step, "gpu_ms", "floor_ms"), 2),
             entry((time_of(step) or 0.0) / base if base else None, 2),
             entry(value(step, "scan_bits"), 1),
             entry(value(step, "active_channels"), 1),
             entry(megabytes[0], 1),
             entry(megabytes[1], 1),
-            entry(value(step, "link_gb_s"), 1),
-            Entry("; ".join(_notes(step))),
+            Entry("; ".join(_notes(step, synthetic=not all(one.get("synthetic") for one in steps)))),
         )
         rows.append(Row(entries, control=bool(step.get("void"))))
     legend = "× Fathom: GPU time over that of Fathom's 48-bit read in the same setting; void rows are in no figure"
+    links = sorted({number(rate, 1) for step in steps if (rate := value(step, "link_gb_s")) is not None})
+    legend += f"; copy rate of the link {join(links)} GB/s" if links else ""
+    legend += "; synthetic K/V" if all(step.get("synthetic") for step in steps) else ""
     return Table(f"steps-{stem}", f"Decode step, {_words(place)}", where, columns, tuple(rows), legend)
 
 
@@ -256,15 +245,15 @@ def _aliased(step: Mapping[str, Any]) -> float:
     return value(step, "aliased_layers") or (layers - apart if layers is not None and apart is not None else 0.0)
 
 
-def _notes(step: Mapping[str, Any]) -> list[str]:
+def _notes(step: Mapping[str, Any], *, synthetic: bool) -> list[str]:
     notes = []
     if step.get("void"):
-        reason = step.get("void_reason") or ("" if step["void"] is True else step["void"])
-        notes.append(f"void: {printable(reason)}" if reason else "void")
+        reason = _void_reason(step)
+        notes.append(f"void: {reason}" if reason else "void")
     aliased = _aliased(step)
     if aliased:
         notes.append(f"{aliased:g} layers share buffers")
-    if step.get("synthetic"):
+    if synthetic and step.get("synthetic"):
         notes.append("synthetic K/V")
     return notes
 
@@ -272,6 +261,7 @@ def _notes(step: Mapping[str, Any]) -> list[str]:
 def _parts_table(stem: str, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
     names = list(dict.fromkeys(name for step in steps if isinstance(step.get("parts_ms"), Mapping) for name in step["parts_ms"]))
     columns = (Column("method"), Column("context"), *(Column(printable(name), "ms") for name in names), Column("sum", "ms"))
+    legend = "kernels ran side by side: their sum is more than the step's GPU time" if any(overlaps(step) for step in steps) else ""
     rows = []
     for step in steps:
         if isinstance(step.get("parts_ms"), Mapping):
@@ -279,13 +269,13 @@ def _parts_table(stem: str, steps: Sequence[Mapping[str, Any]], where: str) -> T
             total = sum(part for part in parts if part is not None)
             cells = (*(entry(part, None) for part in parts), entry(total, None))
             rows.append(Row((Entry(method_of(step)), Entry(f"{step['context']:,}", step["context"]), *cells)))
-    return Table(f"parts-{stem}", "GPU milliseconds by component", where, columns, tuple(rows), collapsed=True)
+    return Table(f"parts-{stem}", "GPU milliseconds by component", where, columns, tuple(rows), legend, collapsed=True)
 
 
 def _subject(source: TimingSource) -> str:
     on = f" on {source.device}" if source.device else ""
     if not source.steps:
-        return f"Times of {count(len([one for one in source.others if value(one, 'ms') is not None]), 'kernel measurement')}{on}."
+        return f"Times of {count(len([one for one in source.others if time_of_kernel(one) is not None]), 'kernel measurement')}{on}."
     contexts = sorted({step["context"] for step in source.steps})
     span = f"{contexts[0]:,}" if len(contexts) == 1 else f"{contexts[0]:,} to {contexts[-1]:,}"
     shape = f" of the shape of {source.model}" if source.model else ""
@@ -300,10 +290,10 @@ def _answer(source: TimingSource) -> str:
             continue
         context = max(step["context"] for step in steps)
         here = [step for step in steps if step["context"] == context]
-        reference = _reference(here, context)
+        reference = reference_of(here)
         if reference is None:
             continue
-        base, own = time_of(reference) or math.nan, _ratio(reference)
+        base, own = time_of(reference) or math.nan, quotient(reference, "gpu_ms", "floor_ms")
         clock = "GPU time" if value(reference, "gpu_ms") is not None else "wall-clock time, without a GPU"
         floor = "" if own is None else f", {number(own, 2)} times its floor"
         others = [f"{method_of(step)} {number((time_of(step) or math.nan) / base, 2)}×" for step in here if step is not reference]
@@ -317,16 +307,18 @@ def _remarks(source: TimingSource) -> list[Remark]:
     found = []
     void = [step for step in source.steps if step.get("void")]
     if void:
-        found.append(
-            Remark(f"{count(len(void), 'step')} void: the clock or the device was not steady, so they are in no figure.", grave=True)
-        )
+        reasons = list(dict.fromkeys(reason for step in void if (reason := _void_reason(step))))
+        because = f": {'; '.join(reasons)}" if reasons else ", for reasons that the records do not give"
+        found.append(Remark(f"{count(len(void), 'step')} void, in no figure and no ratio{because}.", grave=True))
     if any(_aliased(step) for step in source.steps):
         found.append(Remark("In some steps layers share buffers because host memory did not hold them all; their rows say so."))
     ratios = [
         (value(step, "wall_ms") or 0) / (value(step, "gpu_ms") or math.inf) for step in _valid(source.steps) if value(step, "wall_ms")
     ]
     if ratios:
-        found.append(Remark(f"Wall-clock is {number(min(ratios), 2)} to {number(max(ratios), 2)} times GPU time."))
+        found.append(
+            Remark(f"Wall-clock is {' to '.join(sorted({number(ratio, 2) for ratio in (min(ratios), max(ratios))}))} times GPU time.")
+        )
     if source.run.problems:
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
     return found

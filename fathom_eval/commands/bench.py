@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     import torch
 
     from fathom_eval.console import Console
+    from fathom_eval.offload.bench.steps import Variant
     from fathom_eval.run import Run
 
-HELP = "Time the host-resident runtime: the link, the kernels, or decode steps; or compare steps at equal error."
-EXAMPLE = "fathom-eval bench step --model qwen3-8b-shape --contexts 131072 --k 512 --output runs/step"
+HELP = "Time the host-resident runtime: link, kernels or decode steps; compare steps at equal error."
+EXAMPLE = "fathom-eval bench step --contexts 32768,131072,524288,1048576 --output runs/step"
 
 _ACTIONS = ("link", "kernels", "step", "equal-error")
-_TIMED = "fathom:budget=48:basis=raw,sparq:r=16,double_sparsity:c=32,landmark,thumbnail"
+_TIMED = (
+    "fathom:budget=40:basis=raw,fathom:budget=48:basis=raw,fathom:budget=64:basis=raw,"
+    "sparq:r=16,double_sparsity:c=32,full,landmark,thumbnail"
+)
 _BYTES_A_RECORD = 8192
 
 
@@ -30,16 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("what", metavar="link|kernels|step|equal-error", help="what to time, or to make of it")
     add("--model", default="qwen3-8b-shape", help="qwen3-8b-shape, tiny-shape (random weights), or a model")
     add("--contexts", default="131072", metavar="N,N", help="tokens (default: 131072)")
-    add("--methods", default=_TIMED, metavar="A,B", help="default: the scans of the paper's Table 2")
+    add("--methods", default=_TIMED, metavar="A,B", help="default: the scans of the paper's Table 2, and four bits of all")
     add("--k", type=int, default=512, metavar="K", help="keys a query head attends to (default: 512)")
     add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
     add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
-    add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined (default: 2 where the heads can be shared)")
+    add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined (default: 2, or 4 for long contexts)")
     add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
-    add("--index", default="host", choices=("host", "hbm"), help="where the scan index lies")
-    add("--repeats", type=int, default=20, metavar="N", help="timed turns (default: 20)")
+    add("--index", default="host", metavar="host,hbm", help="where the scan index lies (default: host)")
+    add("--repeats", type=int, metavar="N", help="timed turns (default: 5 of a step, 20 of a kernel)")
     add("--spread", type=float, default=1.0, metavar="S", help="log scale of synthetic channels")
-    add("--host-pages", default="auto", choices=("auto", "driver", "huge", "single", "small"), help="pages of pinned memory")
+    add("--host-pages", default="auto", choices=("auto", "huge", "small"), help="pages of pinned memory")
     add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
     add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
     add("--reference", default="double_sparsity c=D/4", metavar="LABEL", help="equal-error: the configuration whose error is to be reached")
@@ -55,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"bench cannot time '{args.what}'; {did_you_mean(args.what, _ACTIONS)}")
     if args.what == "equal-error":
         return _equal_error(args)
+    if args.repeats is None:
+        args.repeats = 5 if args.what == "step" else 20
     at_least_one(args.repeats, "--repeats")
     if args.output is not None:
         from fathom_eval.run import Run
@@ -124,12 +130,8 @@ def _kernels(args: argparse.Namespace, console: Console, device: torch.device) -
 
 def _step(args: argparse.Namespace, console: Console, device: torch.device) -> int:
     from fathom_eval.methods import parse_methods
-    from fathom_eval.offload.bench import link
-    from fathom_eval.offload.bench.sources import closing
-    from fathom_eval.offload.bench.steps import Variant, fit_source, measure, with_rerank
+    from fathom_eval.offload.bench.steps import Variant, with_rerank
     from fathom_eval.offload.cache import default_lanes
-    from fathom_eval.offload.weights import SHAPES
-    from fathom_eval.run import record_key
 
     contexts = numbers(args.contexts, "--contexts")
     specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
@@ -144,58 +146,104 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
                 "torch references"
             )
         console.say("no CUDA device: there is no link, no graph and no GPU time; the step is checked and its torch references are timed")
-    source = _source(args, console, device, specs, contexts, max(batches) * max(sessions))
-    variants = [
-        Variant(spec, args.k, batch, count, parts)
-        for batch in batches
-        for count in sessions
-        for parts in lanes or [default_lanes(batch, source.facts.kv_heads)]
-        for spec in specs
-    ]
-    identity = {"spread": args.spread, "model": source.facts.model_fingerprint, "host_pages": args.host_pages}
-    with closing(source), _open(args, console, device, identity) as opened:
-        rates = link.quick_rates(device) if device.type == "cuda" else {}
-        common: dict[str, Any] = {"device": device_name(str(device)), "spread": args.spread if source.synthetic else None}
-        for context in contexts:
-            done = opened.keys()
-            missing = [item for item in variants if record_key(item.key(source.facts.name, context, args.index)) not in done]
-            if not missing:
-                continue
-            source.open(context)
-            fitted = fit_source(source, args.k, specs[0], console.say) if args.model in SHAPES else {}
-            found = measure(
-                source, context, missing, rates, index=args.index, repeats=args.repeats, common={**common, **fitted}, say=console.say
-            )
-            for record in found:
-                opened.append([record])
-                console.say(_step_line(record))
+    indexes = list(dict.fromkeys(words(args.index, "--index")))
+    sources = _sources(args, console, device, specs, contexts, max(batches) * max(sessions), indexes)
+    facts = sources[0].facts
+
+    def variants(context: int, index: str) -> list[Variant]:
+        return [
+            Variant(spec, args.k, batch, count, parts)
+            for batch in batches
+            for count in sessions
+            for parts in lanes or [default_lanes(batch, facts.kv_heads, context, index)]
+            for spec in specs
+        ]
+
+    identity = {"spread": args.spread, "model": facts.model_fingerprint, "host_pages": args.host_pages}
+    with _open(args, console, device, identity) as opened:
+        for source in sources:
+            _time_steps(args, console, device, opened, source, {context: variants(context, source.index) for context in contexts})
         return _finish(console, opened)
 
 
-def _source(args: argparse.Namespace, console: Console, device: torch.device, specs: Any, contexts: list[int], most: int) -> Any:
+def _time_steps(
+    args: argparse.Namespace, console: Console, device: torch.device, opened: Run, source: Any, variants: dict[int, list[Variant]]
+) -> None:
+    """Time what the run lacks with one place of the index; every record is on the disk before the next step is profiled."""
+    import time
+
+    from fathom_eval.offload.bench import link
+    from fathom_eval.offload.bench.duration import table_seconds
+    from fathom_eval.offload.bench.sources import closing
+    from fathom_eval.offload.bench.steps import fit_source, measure
+    from fathom_eval.run import record_key
+
+    done = opened.keys()
+    missing = {
+        context: [one for one in wanted if record_key(one.key(source.facts.name, context, source.index)) not in done]
+        for context, wanted in variants.items()
+    }
+    missing = {context: wanted for context, wanted in missing.items() if wanted}
+    total = sum(map(len, variants.values()))
+    left = sum(map(len, missing.values()))
+    if not left:
+        return
+    text = f"index {source.index}: {left} of {total} steps to time"
+    if device.type == "cuda" and source.synthetic:
+        text += f", about {_duration(table_seconds(source, missing, args.repeats))}"
+    console.say(f"{text}; the run keeps what it has, and the same command goes on")
+    started = time.monotonic()
+    with closing(source):
+        source.build()
+        rates = link.quick_rates(device) if device.type == "cuda" else {}
+        common: dict[str, Any] = {"device": device_name(str(device)), "spread": args.spread if source.synthetic else None}
+        for context, wanted in missing.items():
+            source.open(context)
+            fitted = fit_source(source, args.k, variants[context][0].spec, console.say) if source.synthetic else {}
+            facts = {**common, **fitted}
+            for record in measure(source, context, wanted, rates, index=source.index, repeats=args.repeats, common=facts, say=console.say):
+                opened.append([record])
+                console.say(_step_line(record))
+    console.say(f"index {source.index}: {left} steps timed in {_duration(time.monotonic() - started)}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _sources(
+    args: argparse.Namespace, console: Console, device: torch.device, specs: Any, contexts: list[int], most: int, indexes: list[str]
+) -> list[Any]:
+    """One source a place of the index, all of them checked and none built."""
     from fathom_eval.offload.bench.sources import PrefixSource, SyntheticSource
     from fathom_eval.offload.weights import SHAPES
 
     if args.model in SHAPES:
         limit = None if args.host_memory is None else int(args.host_memory * 2**30)
-        return SyntheticSource(
-            SHAPES[args.model],
-            specs,
-            contexts,
-            most,
-            device=device,
-            index=args.index,
-            spread=args.spread,
-            host_limit=limit,
-            host_pages=args.host_pages,
-            say=console.say,
-        )
+        return [
+            SyntheticSource(
+                SHAPES[args.model],
+                specs,
+                contexts,
+                most,
+                device=device,
+                index=index,
+                spread=args.spread,
+                host_limit=limit,
+                host_pages=args.host_pages,
+                say=console.say,
+            )
+            for index in indexes
+        ]
     from fathom_eval.fidelity import Windows
     from fathom_eval.models import load_model
+    from fathom_eval.offload.arena import check_index
     from fathom_eval.offload.scans import check_spec
     from fathom_eval.prefill import prefill
     from fathom_eval.tasks.haystack import load_haystack
 
+    for index in indexes:
+        check_index(index)
     haystack = load_haystack("auto", offline=args.offline, say=console.say)
     loaded = load_model(
         args.model,
@@ -214,7 +262,9 @@ def _source(args: argparse.Namespace, console: Console, device: torch.device, sp
         windows.check(context, 1)
         if context > loaded.facts.max_positions:
             raise UserError(f"context {context} exceeds the {loaded.facts.max_positions} positions of {loaded.facts.name}")
-    return PrefixSource(loaded, lambda context: prefill(loaded, windows.token_ids(context, 0)), args.index, args.host_pages)
+    return [
+        PrefixSource(loaded, lambda context: prefill(loaded, windows.token_ids(context, 0)), index, args.host_pages) for index in indexes
+    ]
 
 
 def _factors(text: str) -> list[float]:

@@ -18,8 +18,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.memory import free_bytes, gib
-from fathom_eval.offload.driver import mapped_view
-from fathom_eval.offload.pinned import HOST_PAGES, LEAST, PREFERRED, HostBlock, carve, carved_bytes, host_block, offered
+from fathom_eval.offload.pinned import HOST_PAGES, LEAST, HugeBlock, carve, carved_bytes, huge_pages_offered
 
 STORES = ("planes", "nibbles", "landmarks")
 """What a scan can read: bit planes with scales, 4-bit channels with scales, fp16 means of a few tokens."""
@@ -82,37 +81,31 @@ class Arena:
         shape: Of the segments.
         device: Where the kernels run.
         index: ``host`` or ``hbm``.
-        host_pages: The pages of pinned memory, see :mod:`fathom_eval.offload.pinned`. ``auto`` takes the first of :data:`PREFERRED` that
-            can be had for large segments, and ``small`` for others.
+        host_pages: The pages of pinned memory, see :mod:`fathom_eval.offload.pinned`. ``auto`` takes ``huge`` for large segments where they
+            can be had, and ``small`` otherwise.
 
     Attributes:
-        host_pages: As it is, never ``auto``.
+        host_pages: ``huge`` or ``small``, as it is.
     """
 
     def __init__(self, shape: SegmentShape, device: torch.device, index: str = "host", host_pages: str = "auto") -> None:
-        if index not in ("host", "hbm"):
-            raise UserError(f"the index lies in 'host' or 'hbm', not in '{index}'")
+        check_index(index)
         if host_pages not in HOST_PAGES:
             raise UserError(f"host pages are {', '.join(HOST_PAGES)}, not '{host_pages}'")
         self.shape, self.device, self.index = shape, device, index
         self.segments: list[Segment] = []
-        self._blocks: list[HostBlock] = []
-        self._kinds = self._kinds_to_try(host_pages)
+        self._blocks: list[HugeBlock] = []
+        self._demanded = host_pages == "huge"
+        self.host_pages = self._pages(host_pages)
 
-    @property
-    def host_pages(self) -> str:
-        return self._kinds[0]
-
-    def _kinds_to_try(self, asked: str) -> list[str]:
-        if self.device.type != "cuda":
-            return ["small"]
-        if asked == "auto":
-            large = carved_bytes(self._host_parts()) >= LEAST
-            return [kind for kind in PREFERRED if kind == "small" or (large and offered(kind, self.device))]
-        if not offered(asked, self.device):
-            why = {"huge": "this system gives no huge pages (see /sys/kernel/mm/transparent_hugepage/enabled)"}
-            raise UserError(f"{why.get(asked, 'this driver has no virtual memory for the host')}: give --host-pages small")
-        return [asked]
+    def _pages(self, asked: str) -> str:
+        if self.device.type != "cuda" or asked == "small":
+            return "small"
+        if huge_pages_offered():
+            return "huge" if self._demanded or carved_bytes(self._host_parts()) >= LEAST else "small"
+        if self._demanded:
+            raise UserError("this system gives no huge pages (see /sys/kernel/mm/transparent_hugepage/enabled): give --host-pages small")
+        return "small"
 
     def estimate(self, count: int) -> tuple[int, int]:
         """Bytes of host and of device memory that ``count`` segments take, pinned blocks rounded up as they are allocated."""
@@ -154,12 +147,11 @@ class Arena:
         try:
             parts = self._host_parts()
             size = carved_bytes(parts)
-            together = self._memory(size * count) if self.host_pages == "single" and count else None
-            for number in range(count):
-                memory = self._memory(size) if together is None else together[number * size :][:size]
+            for _ in range(count):
+                memory = self._memory(size)
                 carved = {} if memory is None else carve(memory, parts)
                 tensors = {name: carved[name] if name in carved else self._tensor(name, *part) for name, part in self.shape.parts.items()}
-                made.append(Segment(tensors, {name: self._view(tensor) for name, tensor in tensors.items()}))
+                made.append(Segment(tensors, {name: device_view(tensor, self.device) for name, tensor in tensors.items()}))
         except (RuntimeError, MemoryError) as error:
             host, device = self.estimate(count)
             made.clear()
@@ -197,22 +189,18 @@ class Arena:
         return {name: part for name, part in self.shape.parts.items() if self._on_host(name)}
 
     def _memory(self, size: int) -> Tensor | None:
-        """A new block's bytes, None where tensors come from torch's allocator one by one. ``auto`` moves on until a first one is had."""
-        while self.host_pages != "small" and size:
-            try:
-                block = host_block(self.host_pages, size, self.device)
-            except RuntimeError:
-                if self._blocks or len(self._kinds) == 1:
-                    raise
-                self._kinds.pop(0)
-            else:
-                self._blocks.append(block)
-                return block.memory
-        return None
-
-    def _view(self, tensor: Tensor) -> Tensor:
-        driver = self.host_pages == "driver" and not tensor.is_cuda
-        return mapped_view(tensor, self.device) if driver else device_view(tensor, self.device)
+        """A new block's bytes, None where tensors come from torch's allocator one by one. ``auto`` turns to these only before any block."""
+        if self.host_pages == "small" or not size:
+            return None
+        try:
+            block = HugeBlock(size)
+        except RuntimeError:
+            if self._blocks or self._demanded:
+                raise
+            self.host_pages = "small"
+            return None
+        self._blocks.append(block)
+        return block.memory
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":
@@ -233,6 +221,12 @@ class _HostBytes:
             "version": 3,
         }
         self.owner = tensor
+
+
+def check_index(index: str) -> None:
+    """Raise :class:`UserError` for a place where no index lies."""
+    if index not in ("host", "hbm"):
+        raise UserError(f"the index lies in 'host' or 'hbm', not in '{index}'")
 
 
 def device_view(tensor: Tensor, device: torch.device) -> Tensor:

@@ -57,9 +57,21 @@ def lanes_of(rows: int, heads: int, count: int) -> list[Lane]:
     raise UserError(f"{rows} sessions of {heads} KV heads cannot be shared among {count} lanes")
 
 
-def default_lanes(rows: int, heads: int) -> int:
-    """Two where work can be shared evenly: never slower on an H200, and faster at long contexts."""
-    return 2 if rows % 2 == 0 or (rows == 1 and heads % 2 == 0) else 1
+LONG_SCAN = 2**19
+"""Tokens from which a scan over the link is long enough to hide what three more lanes launch."""
+
+
+def default_lanes(rows: int, heads: int, context: int, index: str) -> int:
+    """Lanes of a step where nobody says how many.
+
+    Each lane's top-k, union and rows run behind the scan of the next, and each adds launches. On an H200 at 1M tokens with the index in
+    host memory, four lanes took less time than two, and two less than one (``docs/runtime.md``). There, four; elsewhere, where the scan is
+    short, two; one where the work cannot be shared evenly.
+    """
+    for count in (4, 2) if index == "host" and context >= LONG_SCAN else (2,):
+        if rows % count == 0 or (count % rows == 0 and heads % (count // rows) == 0):
+            return count
+    return 1
 
 
 @dataclass
@@ -151,7 +163,7 @@ class TieredCache:
         for lane, tables in zip(self.lanes, held.lanes, strict=True):
             if lane.rows.start <= row < lane.rows.stop:
                 for name, tensor in segment.tensors.items():
-                    tables[name].append(row - lane.rows.start, tensor[lane.heads], mapped=True)
+                    tables[name].append(row - lane.rows.start, tensor[lane.heads])
         held.segments[row].append(segment)
 
     def set_length(self, row: int, tokens: int) -> None:

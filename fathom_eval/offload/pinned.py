@@ -1,9 +1,7 @@
 """Pinned host memory by the pages that it lies in.
 
-Rows of a long context lie far apart, and a GPU translates the address of each page that it reads. ``driver`` takes pages of 2 MiB from the
-CUDA driver, which the GPU maps as they are. ``huge`` asks the system for huge pages, filled in by several threads and then registered: they
-are pinned sooner, but mapped in small pages. ``single`` is one pinned allocation for all segments made together, and ``small`` takes every
-tensor from torch's allocator.
+``huge`` asks the system for huge pages, filled in by several threads and then registered with the driver: they are pinned sooner. ``small``
+takes every tensor from torch's allocator. A GPU reads both alike; ``docs/runtime.md`` says which other kinds were tried.
 """
 
 from __future__ import annotations
@@ -16,16 +14,11 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fathom_eval.offload.driver import DriverBlock, SingleBlock, host_locations
-
-HOST_PAGES = ("auto", "driver", "huge", "single", "small")
-PREFERRED = ("driver", "huge", "small")
-"""What ``auto`` tries in turn for large segments."""
+HOST_PAGES = ("auto", "huge", "small")
 
 HUGE = 2**21
 """Bytes of a huge page."""
@@ -54,17 +47,11 @@ def huge_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages:"))
 
 
-class HostBlock(Protocol):
-    """Host memory that a GPU reads, starting at a page; ``memory`` is uint8 and must not be touched after ``close``."""
-
-    memory: Tensor
-
-    def close(self) -> None:
-        """Give the memory back. Closing twice does no harm."""
-
-
 class HugeBlock:
     """Host memory in huge pages of the system, registered with the driver.
+
+    Attributes:
+        memory: uint8, starting at a page. It must not be touched after :meth:`close`.
 
     Raises:
         RuntimeError: The system or the driver refuses.
@@ -88,33 +75,10 @@ class HugeBlock:
         self._registered = True
 
     def close(self) -> None:
-        """Take the memory back from the driver; it returns to the system once no tensor is left."""
+        """Take the memory back from the driver; it returns to the system once no tensor is left. Closing twice does no harm."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self._registered = False
-
-
-def offered(pages: str, device: torch.device) -> bool:
-    """Whether this machine has such pages for a CUDA device, as far as can be told before any are taken."""
-    if pages == "driver":
-        return bool(host_locations(ordinal(device)))
-    return pages != "huge" or huge_pages_offered()
-
-
-def host_block(pages: str, size: int, device: torch.device) -> HostBlock:
-    """A block of ``size`` bytes in ``driver``, ``huge`` or ``single`` pages.
-
-    Raises:
-        RuntimeError: The system or the driver refuses.
-    """
-    if pages == "driver":
-        return DriverBlock(size, ordinal(device))
-    return HugeBlock(size) if pages == "huge" else SingleBlock(size)
-
-
-def ordinal(device: torch.device) -> int:
-    """The number of a CUDA device."""
-    return torch.empty(0, device=device).get_device()
 
 
 def carved_bytes(parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:

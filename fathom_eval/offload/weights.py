@@ -155,6 +155,12 @@ class ModelShape:
     vocabulary: int
     rope_theta: float = 1e6
 
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the matrices that a step reads."""
+        rows = (2 * self.query_heads + 2 * self.kv_heads) * self.head_dim
+        return self.hidden * (self.layers * (rows + 3 * self.intermediate) + self.vocabulary)
+
     def facts(self, device: torch.device, dtype: torch.dtype, most_positions: int) -> ModelFacts:
         """Facts as a loaded model has them; nothing here was trained."""
         from fathom_eval.models import ModelFacts

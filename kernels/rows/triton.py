@@ -11,12 +11,12 @@ from torch import Tensor
 from fathom_eval.kernels.rows import GroupRows
 from fathom_eval.kernels.segments import SegmentTable
 
-ROWS = 16
+ROWS = 8
 """Rows that a program fetches at once."""
 
-PROGRAMS: int | None = None
-"""Programs of a fetch that go through all lists, None for one a piece of a list. Few in flight stay close together in memory, so that
-fewer of the addresses they read have to be translated anew."""
+PROGRAMS: dict[str, int | None] = {"device": None, "host": 132}
+"""Programs of a fetch by where the segments lie, which go through all lists; None for one a piece of a list. In host memory few in flight,
+close together in an ascending list, fetch sooner than many: ``reports/published/step-h200/rows.jsonl``."""
 
 
 @triton.jit
@@ -198,7 +198,8 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: i
     _, tokens, stored, width = example.shape
     words, parts = width * example.element_size() // 4, out.shape[0]
     pieces = triton.cdiv(capacity, ROWS)
-    _fetch_rows[(rows * heads, pieces if PROGRAMS is None else min(pieces, max(1, PROGRAMS // (rows * heads))))](
+    programs = PROGRAMS["device" if example.is_cuda else "host"]
+    _fetch_rows[(rows * heads, min(pieces, max(1, programs // (rows * heads))) if programs else pieces)](
         table.addresses,
         union.rows,
         union.members,

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from fathom_eval.cli import main
+from fathom_eval.commands.bench import _TIMED
 from fathom_eval.errors import UserError
 from fathom_eval.methods import parse_method, parse_methods
 from fathom_eval.offload.arena import Arena, SegmentShape
 from fathom_eval.offload.bench import steps
+from fathom_eval.offload.bench.duration import table_seconds
 from fathom_eval.offload.bench.equal_error import equal_error, write_table
 from fathom_eval.offload.bench.sources import SyntheticSource, closing
 from fathom_eval.offload.bench.timing import PARTS, busy_time, part_of
@@ -64,7 +66,9 @@ def test_every_kernel_has_its_part() -> None:
     assert "other" not in PARTS
 
 
-def test_a_step_is_recorded_whole_and_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_recorded_whole_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [*TINY, "--methods", "fathom:basis=raw,landmark", "--lanes", "1,2", "--rerank", "1,2", "--output", str(tmp_path / "run")]
     assert main(command) == 0
     found = records(tmp_path / "run")
@@ -93,8 +97,73 @@ def test_a_step_is_recorded_whole_and_only_once(tmp_path: Path, capsys: pytest.C
             assert one["fetched_bytes"] == one["rows_bytes"]
     assert "no CUDA device" in capsys.readouterr().out
     before = (tmp_path / "run" / "records.jsonl").read_bytes()
+    monkeypatch.setattr(SyntheticSource, "build", lambda source: pytest.fail("nothing is missing, and memory was taken"))
     assert main(command) == 0
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_a_run_that_was_stopped_goes_on_with_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*TINY, "--methods", "sparq:r=4,landmark", "--index", "host,hbm", "--output", str(tmp_path / "run")]
+    real, whole = steps._floor, steps._time
+
+    def stopped(record: dict[str, Any]) -> dict[str, Any]:
+        if record["method"] == "landmark":
+            raise KeyboardInterrupt
+        return real(record)
+
+    monkeypatch.setattr(steps, "_floor", stopped)
+    assert main(command) == 130
+    assert [(one["method"], one["index"]) for one in records(tmp_path / "run")] == [("sparq", "host")]
+    monkeypatch.setattr(steps, "_floor", real)
+    timed: list[int] = []
+    monkeypatch.setattr(
+        steps, "_time", lambda source, context, prepared, *rest: timed.append(len(prepared)) or whole(source, context, prepared, *rest)
+    )
+    assert main(command) == 0
+    assert timed == [1, 2]
+    assert "index host: 1 of 2 steps to time" in capsys.readouterr().out
+    found = records(tmp_path / "run")
+    assert {(one["method"], one["index"]) for one in found} == {
+        (method, index) for method in ("sparq", "landmark") for index in ("host", "hbm")
+    }
+    assert len({one["round"] for one in found}) == 3
+
+
+def test_the_table_of_all_contexts_is_estimated_to_fit_a_short_loan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what an H200 took: 21 s for six steps at 1M tokens after 25.9 GiB were pinned and filled in 6.2 s."""
+    contexts = [2**power for power in range(15, 21)]
+
+    def estimate(methods: str, contexts: list[int], gib: float, repeats: int, lanes: int) -> float:
+        specs = parse_methods(methods)
+        source = SyntheticSource(
+            SHAPES["qwen3-8b-shape"],
+            specs,
+            contexts,
+            1,
+            device=torch.device("cpu"),
+            index="host",
+            spread=1.0,
+            host_limit=int(gib * 2**30),
+            say=lambda line: None,
+        )
+        source.arena.host_pages = "huge"
+        return table_seconds(source, {context: [steps.Variant(spec, 512) for spec in specs] * lanes for context in contexts}, repeats)
+
+    monkeypatch.setattr(Arena, "check", lambda *arguments, **options: None)
+    recorded = estimate("fathom:budget=48:basis=raw,sparq:r=16,double_sparsity:c=32", [2**20], 26, 4, 2)
+    assert 27 < recorded < 54
+    table = estimate(_TIMED, contexts, 80, 5, 1)
+    assert recorded < table < 300
+    assert estimate(_TIMED, contexts, 80, 20, 1) > table + 15
+
+
+def test_landmarks_of_two_sizes_need_runs_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--methods", "landmark:size=4,landmark:size=8", "--output", str(tmp_path / "run")]) == 2
+    assert "landmarks of 4 and 8 tokens" in capsys.readouterr().err
+    assert main([*TINY, "--methods", "landmark:size=4", "--output", str(tmp_path / "run")]) == 0
+    assert records(tmp_path / "run")[0]["scan_bits"] == 16 * 32 / 4
 
 
 def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
@@ -118,6 +187,7 @@ def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
         ([*TINY, "--rerank", "x"], "--rerank"),
         ([*TINY, "--k", "36"], "k=36"),
         ([*TINY, "--batch", "9"], "more than the 8"),
+        ([*TINY, "--index", "disk"], "'host' or 'hbm', not in 'disk'"),
     ],
 )
 def test_what_cannot_be_timed_is_said_in_one_line(
@@ -172,6 +242,7 @@ def test_shared_queries_set_how_many_rows_a_group_reads() -> None:
         say=lambda line: None,
     )
     with closing(source), torch.inference_mode():
+        source.build()
         source.open(4096)
         spec, counts = parse_method("fathom"), []
         for share in (0.0, 0.9):

@@ -36,6 +36,12 @@ def test_steps_of_a_file_of_lines(tmp_path: Path) -> None:
     assert own["fathom 48"]["notes"] == "18 layers share buffers"
     parts = table(files, "parts-host-b1-k512")
     assert float(parts[0]["sum"]) == pytest.approx(float(steps[0]["GPU ms"]))
+    ratios = {(row["setting"], row["context"]): row for row in table(files, "step-ratios")}
+    place = "index in host memory, batch 1, k = 512", "1048576"
+    assert ratios[place]["channels 32 ÷ 136 bits"] == own["channels 32"]["× Fathom"]
+    assert ratios[place]["step ÷ floor"] == own["fathom 48"]["GPU ÷ floor"]
+    assert float(ratios[place]["wall ÷ GPU"]) == pytest.approx(1.02)
+    assert len(ratios) == 6
     assert {path.stem for path in files.figures} == {f"{kind}-{index}-b1-k512" for kind in ("step", "parts") for index in ("host", "hbm")}
     assert data(files, "results.csv")[0]["parts_ms.topk"]
 
@@ -47,7 +53,7 @@ def test_void_steps_are_named_and_in_no_figure(tmp_path: Path) -> None:
     figure = next(path for path in files.figures if path.name == "step-host-b1-k512.svg").read_text(encoding="utf-8")
     assert "landmark, 131,072 tokens" in figure
     assert "landmark, 32,768 tokens" not in figure
-    assert "1 step void" in read_page(files).words
+    assert "1 step void, in no figure and no ratio, for reasons that the records do not give." in read_page(files).words
 
 
 def test_the_paper_stands_beside_as_other_model_or_other_hardware(tmp_path: Path) -> None:
@@ -95,9 +101,48 @@ def test_a_run_directory_of_the_bench_command(tmp_path: Path) -> None:
     files = build_report([run], tmp_path / "out")
     page = read_page(files)
     page.check()
+    assert "1 step void, in no figure and no ratio: the clock moved." in page.words
     assert "Decode steps of 6 methods of the shape of qwen3-8b-shape on NVIDIA H200" in page.words
     assert {row["notes"] for row in table(files, "steps-host-b1-k512-s2")} == {"18 layers share buffers"}
     assert table(files, "steps-host-b1-k512")[0]["notes"] == "void: the clock moved; 18 layers share buffers"
     assert [row["name"] for row in table(files, "kernels-rates")] == ["copy"]
+    ratios = {row["setting"]: row for row in table(files, "step-ratios")}
+    single, double = (
+        ratios["index in host memory, batch 1, k = 512"],
+        ratios["index in host memory, batch 1, k = 512, 2 sessions side by side"],
+    )
+    assert single["channels 32 ÷ 136 bits"] == double["channels 32 ÷ 136 bits"]
+    # Of one context there is nothing to draw against context.
+    assert {path.stem for path in files.figures} == {"parts-host-b1-k512", "parts-host-b1-k512-s2"}
     timed = [row for row in table(files, "paper") if row["quantity"].startswith("GPU")]
     assert {row["match"] for row in timed} == {"other hardware"}
+
+
+def test_ratios_of_steps_that_did_not_take_turns_are_marked(tmp_path: Path) -> None:
+    steps = [
+        {**record, "round": "second" if record["method"] == "landmark" else "first"} for record in timing_records((131072,), ("host",))
+    ]
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    page = read_page(files)
+    assert "† timed in another round than the reference" in page.words
+    assert files.markdown.read_text(encoding="utf-8").count(" † |") == 1
+
+
+def test_kernels_that_ran_side_by_side_are_not_summed_to_a_step(tmp_path: Path) -> None:
+    steps = [{**record, "lanes": 2, "gpu_sum_ms": 1.2 * record["gpu_ms"]} for record in timing_records((131072,), ("host",))]
+    page = read_page(build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out"))
+    assert "GPU ms of all kernels; of those side by side, each" in page.text
+    assert "their sum is more than the step's GPU time" in page.words
+
+
+@pytest.mark.parametrize("kind", ["link", "kernel"])
+def test_a_run_directory_of_the_bench_command_without_steps(kind: str, tmp_path: Path) -> None:
+    key = {"kind": kind, "task": "copy", "context": 1024, "sample": 0, "k": None, "options": {}, "method_version": 1, "measure": "copy"}
+    made = [
+        {**key, "method": name, "name": name, "gpu_ms": ms, "gb_s": 50.0, "of_ceiling": 0.9}
+        for name, ms in zip("abc", (1.5, 2.5, 4), strict=True)
+    ]
+    files = build_report([write_run(tmp_path / "bench", made, kind="bench")], tmp_path / "out")
+    assert "Times of 3 kernel measurements" in read_page(files).words
+    assert [row["ms"] for row in table(files, "kernels-copy")] == ["1.5", "2.5", "4"]
+    assert {path.stem for path in files.figures} == {"kernels-copy"}

@@ -105,8 +105,7 @@ def _scans(keys: SyntheticKeys) -> dict[str, Scan]:
 
 
 def _tables(segments: Sequence[Segment]) -> LaneTables:
-    tensors = {name: [segment.tensors[name] for segment in segments] for name in segments[0].tensors}
-    return LaneTables({name: SegmentTable.of(parts, "cuda", mapped=True) for name, parts in tensors.items()})
+    return LaneTables({name: SegmentTable.of([segment.tensors[name] for segment in segments], "cuda") for name in segments[0].tensors})
 
 
 def _scan_path(held: _Keys, name: str, scan: Scan) -> Path:

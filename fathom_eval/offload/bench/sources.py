@@ -42,7 +42,11 @@ class Source(Protocol):
     """Makes what a step runs on."""
 
     facts: ModelFacts
+    index: str
     synthetic: bool
+
+    def build(self) -> None:
+        """Take the memory that all contexts share. Before, only ``facts``, ``index`` and ``synthetic`` can be asked for."""
 
     def open(self, context: int) -> None:
         """Turn to a context: a nominal number of tokens."""
@@ -63,6 +67,8 @@ class Source(Protocol):
 class SyntheticSource:
     """Random weights and synthetic K/V in one pool of segments that serves every context, layer and session.
 
+    Made, it has checked everything and holds nothing; :meth:`build` pins and fills the pool once.
+
     Args:
         shape: Of the model.
         contexts: All that will be opened.
@@ -71,6 +77,13 @@ class SyntheticSource:
         host_pages: As :class:`~fathom_eval.offload.arena.Arena` has it.
         spread: Standard deviation of the log of the keys' channel scales.
         host_limit: Bytes of host memory to take at most; None for two thirds of what is free.
+
+    Attributes:
+        host_bytes: That the pool will take.
+        weight_bytes: That a step reads of the weights, without norms.
+
+    Raises:
+        UserError: A method cannot be timed, a context is no multiple of a segment, or memory is lacking.
     """
 
     synthetic = True
@@ -90,15 +103,20 @@ class SyntheticSource:
         host_pages: str = "auto",
     ) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.facts = shape.facts(device, dtype, max(contexts) + ROOM)
+        self.facts, self.index, self._say = shape.facts(device, dtype, max(contexts) + ROOM), index, say
         self._shape, self._device, self._context = shape, device, 0
-        self._scans = [self._scan(spec) for spec in specs]  # refuses what cannot be timed before anything is made
+        scans = [self._scan(spec) for spec in specs]  # refuses what cannot be timed
         blocks = min(SEGMENT_BLOCKS, max(2, 1 << ((min(contexts) // 64).bit_length() - 1)))
         for context in contexts:
             if context % (64 * blocks):
                 raise UserError(f"context {context} is not a multiple of {64 * blocks} tokens, the size of a segment")
-        stores = known_stores(["planes", *(scan.store for scan in self._scans)])
-        span = max([8, *(scan.span for scan in self._scans if scan.span > 1)]) if any(scan.span > 1 for scan in self._scans) else 8
+        stores = known_stores(["planes", *(scan.store for scan in scans)])
+        spans = {scan.span for scan in scans if scan.span > 1} or {8}
+        if len(spans) > 1:
+            raise UserError(
+                f"landmarks of {' and '.join(map(str, sorted(spans)))} tokens cannot share a pool: time them in runs of their own"
+            )
+        (span,) = spans
         self.arena = Arena(SegmentShape(shape.kv_heads, shape.head_dim, blocks, dtype, stores, span), device, index, host_pages)
         need = segments_for(max(contexts), blocks)
         host, _ = self.arena.estimate(1)
@@ -108,25 +126,34 @@ class SyntheticSource:
         if count < need:
             self.arena.check(need, limit=limit)
         self.arena.check(count, limit=limit)
-        say(
-            f"{shape.name}: random weights, synthetic K/V; {count} segments of {64 * blocks} tokens, {gib(host * count)} of host memory"
-            + (
-                ""
-                if count >= shape.layers * sessions * need
-                else f" ({count // need} of {shape.layers * sessions} layers at {max(contexts)})"
-            )
+        apart, wanted = count // need, shape.layers * sessions
+        self._count, self._spread, self.host_bytes, self.weight_bytes = count, spread, host * count, shape.matrix_elements * dtype.itemsize
+        self._summary = (
+            f"{shape.name}: random weights, synthetic K/V; {count} segments of {64 * blocks} tokens, {gib(self.host_bytes)} of host memory"
+            + ("" if apart >= wanted else f" ({apart} of {wanted} layers at {max(contexts)})")
         )
+        self._distinct: dict[int, int] = {}
+
+    def build(self) -> None:
+        """Make the weights, and pin and fill the pool."""
+        self._say(self._summary)
+        shape = self._shape
         try:
-            self._plain = random_weights(shape, device, dtype, 0, 1)
-            self.keys = SyntheticKeys.draw(shape.kv_heads, shape.head_dim, spread, device)
-            self._setup = self._fill(count)
-            say(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self._setup.items()))
+            self._plain = random_weights(shape, self._device, self.arena.shape.dtype, 0, 1)
+            self.keys = SyntheticKeys.draw(shape.kv_heads, shape.head_dim, self._spread, self._device)
+            self._setup = self._fill(self._count)
+            self._say(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self._setup.items()))
             self._queries = SharedQueries(self._plain, self.keys)
         except BaseException:
             self.arena.close()
             raise
         self._weights = self._plain
-        self._distinct: dict[int, int] = {}
+
+    def fixed_bits(self, spec: MethodSpec) -> float:
+        """Bits of a token that a method reads whatever the query is; a plan made by the query counts nothing before it is made."""
+        scan = self._scan(spec)
+        scan.allocate(self.facts.layers, 1, self.facts.kv_heads, self.facts.head_dim, torch.device("cpu"))
+        return scan.bits().mean().item()
 
     def _fill(self, count: int) -> dict[str, Any]:
         """Pin and fill the pool; what that took."""
@@ -219,11 +246,14 @@ class PrefixSource:
     synthetic = False
 
     def __init__(self, loaded: LoadedModel, prefix_of: Callable[[int], Prefix], index: str, host_pages: str = "auto") -> None:
-        self._loaded, self._prefix_of, self._index, self._host_pages = loaded, prefix_of, index, host_pages
+        self._loaded, self._prefix_of, self.index, self._host_pages = loaded, prefix_of, index, host_pages
         self.facts = loaded.facts
         self._stack = contextlib.ExitStack()
         self.prefix: Prefix | None = None
         self._weights: DecoderWeights | None = None
+
+    def build(self) -> None:
+        """Every context has memory of its own."""
 
     def open(self, context: int) -> None:
         self._stack.close()
@@ -240,8 +270,10 @@ class PrefixSource:
         scan = scan_of_prefix(spec, facts, prefix.layers)
         most = prefix.tokens + ROOM
         blocks = min(SEGMENT_BLOCKS, max(2, 1 << (-(-most // 64) - 1).bit_length()))
-        shape = SegmentShape(facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), max(scan.span, 8))
-        arena = self._stack.enter_context(Arena(shape, self.weights().device, self._index, self._host_pages))
+        shape = SegmentShape(
+            facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), scan.span if scan.span > 1 else 8
+        )
+        arena = self._stack.enter_context(Arena(shape, self.weights().device, self.index, self._host_pages))
         arena.check(facts.layers * rows * segments_for(most, blocks))
         cache = TieredCache.allocate(arena, facts.layers, rows, lanes_of(rows, facts.kv_heads, lanes), most, spec.policy.local, scan.bases)
         for row in range(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from fathom_eval.offload.step import DecodeStep, launch_together
 STEPS_OF_A_WINDOW = 56
 """Steps after which a synthetic cache starts again, before a block would be sealed into its shared segments."""
 
-PROFILED = 3
+WARM_UP, PROFILED = 2, 3
+"""Turns that are not counted, and steps of the profile."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,10 @@ def _time(
 
         return run
 
+    # Ratios are of steps that took turns; a resumed run has several rounds.
+    together = datetime.now(UTC).isoformat(timespec="milliseconds")
     runs = [restarting(item) for item in prepared]
-    samples = time_in_turn(runs, repeats, 2, gpu=gpu)
+    samples = time_in_turn(runs, repeats, WARM_UP, gpu=gpu)
     for item, run, sample in zip(prepared, runs, samples, strict=True):
         wall, low, high = sample.wall_quantiles()
         times: dict[str, Any] = {"gpu_ms": None, "gpu_sum_ms": None, "event_ms": None, "parts_ms": {}, "launches": None}
@@ -211,6 +215,7 @@ def _time(
             "rerank": item.variant.spec.policy.rerank,
             "adaptive": item.steps[0].scan.adaptive,
             "repeats": repeats,
+            "round": together,
             **times,
             "wall_ms": wall,
             "wall_ms_p10": low,

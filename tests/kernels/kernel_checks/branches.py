@@ -90,6 +90,33 @@ def check_choose(device: str, tokens: int, ks: list[int], windows: tuple[int, ..
         equal(choose.choose_tokens(scores, contest), expected, "dispatched tokens")
 
 
+@check([{"tokens": 150}], [{"tokens": 90013}, {"tokens": 5003}])
+def check_choose_without_numbers(device: str, tokens: int) -> None:
+    from fathom_eval.kernels.choose import triton as kernel
+
+    ks = [60, 50, 60, 55]
+    contest = contest_of(tokens, ks, [1.0] * len(ks), device, (32,))
+    most = max(contest.fetched)
+    scores = made_scores(device, len(ks), 2, 3, tokens, "normal")
+    expected = kernel.choose_tokens(scores.clone(), contest.table[0], contest.table[1], contest.table[3], most)
+    bits = torch.tensor([0x7FC00000, -(2**22), -1], dtype=torch.int32, device=device).view(torch.float32)  # of either sign, and all ones
+    assert bits.isnan().all()
+    scores[1] = bits.view(1, 3, 1)
+    scores[3, ..., 7::5] = torch.nan
+    for find in (
+        lambda: kernel.choose_tokens(scores, contest.table[0], contest.table[1], contest.table[3], most),
+        lambda: choose_reference.choose_tokens(scores, contest.starts, contest.stops, contest.fetched),
+    ):
+        lists = find().long().sort(-1).values
+        for row, count in enumerate(contest.fetched):
+            mine = lists[row, ..., :count]
+            if row in (0, 2):
+                equal(mine, expected[row, ..., :count].long(), f"tokens of row {row}")
+            # Tokens without a number are tokens like others: as many as are wanted, each once.
+            assert ((mine >= contest.starts[row]) & (mine < contest.stops[row])).all()
+            assert (mine.diff(dim=-1) > 0).all()
+
+
 ATTENTIONS: list[dict[str, Any]] = [
     {"prefix": 170, "tail": 45, "ks": [60, 90, 60], "rerank": [1.0, 1.0, 2.0], "group": 3, "head_dim": 24, "dtype": "float32"},
     {"prefix": 150, "tail": 0, "ks": [50], "rerank": [1.5], "group": 1, "head_dim": 16, "dtype": "float16"},
