@@ -225,17 +225,16 @@ def _measure(
     loaded: LoadedModel, data: SessionData, unit: SessionUnit, settings: DecodeSettings, batches: Batches, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     session, facts, index = unit.session, loaded.facts, unit.unit.index
-    device, cuda = torch.device(facts.device), facts.device.startswith("cuda")
+    gpus = [device for device in facts.devices if device.startswith("cuda")]
     estimate = _estimate(loaded, unit, settings)
     name = f"session {index} ({visible(session.repo, 60)}, {len(session.prompt_ids):,} tokens)"
     say(f"{name}: about {estimate} beside the model")
-    check_memory(estimate, device, name)
-    before = 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(facts.device)
-        before = torch.cuda.memory_allocated(facts.device)
+    check_memory(estimate, facts.devices, name)
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    before = sum(torch.cuda.memory_allocated(gpu) for gpu in gpus)
     began = time.perf_counter()
-    with memory_for(f"the prefill of {name} on {facts.device}"):
+    with memory_for(f"the prefill of {name} on {facts.place}"):
         observations = needed_observations((step.branch.spec.method for step in unit.unit.branches), facts)
         prefix = prefill(loaded, session.prompt_ids, observations=observations)
     prefill_seconds = time.perf_counter() - began
@@ -256,7 +255,7 @@ def _measure(
         if branch.is_reference:
             references[index, branch.branch.k] = step
     held = prefix.bytes + prefix.store_bytes
-    peak = torch.cuda.max_memory_allocated(facts.device) - before if cuda else None
+    peak = sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) - before if gpus else None
     facts_of_start = {**_memory(estimate, held, peak), "prefill_seconds": prefill_seconds}
     return _records(loaded, data, unit, settings, decoded, references, facts_of_start)
 

@@ -63,17 +63,19 @@ class StepContext:
 
 
 class ScoreBuffer:
-    """Room for all scores of a layer, the same in every layer and step. The rows of a KV head lie side by side."""
+    """Room for all scores of a layer, the same in all layers of a device and every step. The rows of a KV head lie side by side."""
 
     def __init__(self) -> None:
-        self._room: Tensor | None = None
+        self._rooms: dict[torch.device, Tensor] = {}
 
     def of(self, context: StepContext) -> Tensor:
-        """fp32 ``[R, H, G, tokens]``, with whatever was left there."""
+        """fp32 ``[R, H, G, tokens]``, with whatever was left there, zeros at first."""
         rows, heads, group, _ = context.query.shape
-        if self._room is None or self._room.shape[-1] < context.tokens:
-            self._room = torch.empty(heads, rows, group, (context.tokens // 256 + 1) * 256, device=context.query.device)
-        return self._room.transpose(0, 1)[..., : context.tokens]
+        device = context.query.device
+        room = self._rooms.get(device)
+        if room is None or room.shape[-1] < context.tokens:
+            room = self._rooms[device] = torch.zeros(heads, rows, group, (context.tokens // 256 + 1) * 256, device=device)
+        return room.transpose(0, 1)[..., : context.tokens]
 
 
 def folded(left: Tensor, right: Tensor) -> Tensor:
@@ -82,9 +84,3 @@ def folded(left: Tensor, right: Tensor) -> Tensor:
     product = left.transpose(0, 1).reshape(heads, rows * group, inner) @ right
     unfolded: Tensor = product.view(heads, rows, group, -1).transpose(0, 1)
     return unfolded
-
-
-def reallocation_weights(scores: Tensor, coverage: Tensor, head_dim: int) -> Tensor:
-    """SparQ's softmax weights of approximate scores ``[…, N]``; the temperature sharpens those that saw only part of the query's mass."""
-    temperature = (head_dim * coverage.clamp_min(1e-6)).sqrt().unsqueeze(-1)
-    return (scores / temperature).softmax(-1)

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from fathom_eval.models import ModelFacts
 from fathom_eval.reads import Reads
 from fathom_eval.selection import Policy, candidate_range
 from fathom_eval.stores import DeferredReads, Store, StoreSpec
+
+if TYPE_CHECKING:
+    from fathom_eval.branches import Branch
 
 
 @dataclass
@@ -33,7 +36,8 @@ class MethodGroup:
 
     def declared_bits(self, facts: ModelFacts, device: torch.device) -> Tensor:
         """Bits per token that the method declares for its plans, summed over heads, ``[rows or 1, plans or 1]``."""
-        declared = self.spec.method.declared_bits(torch.stack(self.plans) if self.plans else None, facts)
+        plans = torch.stack([plan.to(device) for plan in self.plans]) if self.plans else None
+        declared = self.spec.method.declared_bits(plans, facts)
         if isinstance(declared, Tensor):
             return declared.double().sum(-1).T
         return torch.tensor(declared * facts.kv_heads, device=device)
@@ -65,18 +69,60 @@ class ExtendedGroup:
 
 @dataclass
 class SelectGroup:
-    """Rows that select with the same k and policy. ``numbers``: the same rows as numbers."""
+    """Rows that select with the same k and policy: as numbers, and as what addresses them on each device of the model."""
 
     k: int
     policy: Policy
-    rows: Rows
     numbers: tuple[int, ...]
+    rows: dict[torch.device, Rows]
     failed: bool = False
+
+
+def select_groups(branches: Sequence[Branch], devices: Sequence[torch.device]) -> list[SelectGroup]:
+    """The groups of all branches that select by their scan's scores alone."""
+    members: dict[tuple[int, Policy], list[int]] = {}
+    for row, branch in enumerate(branches):
+        if branch.k is not None and not branch.spec.method.extended:
+            members.setdefault((branch.k, branch.spec.policy), []).append(row)
+    return [SelectGroup(k, policy, tuple(rows), rows_on(rows, devices)) for (k, policy), rows in members.items()]
+
+
+def scan_groups(branches: Sequence[Branch], facts: ModelFacts, layers: int, prefix_tokens: int) -> list[ScanGroup]:
+    """The groups that scan, of branches in the order of :func:`fathom_eval.branches.batch_order`; methods have no indexes yet."""
+    groups: list[ScanGroup] = []
+    for row, branch in enumerate(branches):
+        if branch.k is None:
+            continue
+        spec, store = branch.spec, branch.spec.method.store(facts)
+        assert store is not None, f"{spec.label} scans nothing and so takes no k"
+        last = groups[-1] if groups else None
+        if last is None or last.rows.stop != row or scan_key(branch, facts) != scan_key(branches[row - 1], facts):
+            sealed = sealed_tokens(prefix_tokens + 1, spec.policy.local)
+            last = ScanGroup(store, _scan_policy(spec.policy), slice(row, row), sealed, [], [None] * layers)
+            groups.append(last)
+        last.rows = slice(last.rows.start, row + 1)
+        at = row - last.rows.start
+        if last.methods and last.methods[-1].spec == spec:
+            last.methods[-1].rows = slice(last.methods[-1].rows.start, at + 1)
+        else:
+            last.methods.append(MethodGroup(spec, slice(at, at + 1), []))
+    return groups
+
+
+def scan_key(branch: Branch, facts: ModelFacts) -> tuple[StoreSpec | None, Policy | None, Branch | None]:
+    """Neighbouring branches of equal keys are one scan group."""
+    policy = None if branch.k is None else _scan_policy(branch.spec.policy)
+    return branch.spec.method.store(facts), policy, branch if branch.spec.method.extended else None
+
+
+def _scan_policy(policy: Policy) -> Policy:
+    """What of a policy matters to a scan: the window decides what is sealed, and dense layers are not scanned."""
+    return Policy(local=policy.local, dense_layers=policy.dense_layers, dense_every=policy.dense_every)
 
 
 @dataclass
 class Bucket:
-    """Groups that are selected and attended together, and what competes in their rows at one number of tokens."""
+    """Groups that are selected and attended together on one device, and what competes in their rows at one number of tokens."""
 
     groups: tuple[SelectGroup, ...]
     rows: Rows
@@ -110,7 +156,7 @@ class Bucket:
 
 
 class Buckets:
-    """The groups that are selected together in each layer."""
+    """The groups that are selected together in each layer of one device."""
 
     def __init__(self, groups: Sequence[SelectGroup], device: torch.device) -> None:
         self._groups, self._device = tuple(groups), device
@@ -131,6 +177,11 @@ def _bucket_key(group: SelectGroup) -> tuple[object, ...]:
     """Groups of equal keys are one bucket. Those that reallocate mass are buckets of their own: they need one range of tokens."""
     policy = group.policy
     return (policy.share, policy.attend, (group.k, policy) if policy.reallocate else None)
+
+
+def rows_on(rows: Sequence[int], devices: Sequence[torch.device]) -> dict[torch.device, Rows]:
+    """:func:`as_rows` for each device."""
+    return {device: as_rows(rows, device) for device in devices}
 
 
 def as_rows(rows: Sequence[int], device: torch.device) -> Rows:

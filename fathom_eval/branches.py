@@ -6,6 +6,8 @@ the number of operations a layer, so rows stand in an order that makes most grou
 in every layer. Methods that need more than a store and a plan (:attr:`~fathom_eval.methods.base.Method.extended`) are groups of their own.
 
 A method that fails takes no other with it: its rows are named in ``failures`` and carried along with outputs that mean nothing.
+
+The layers of a model may lie on several devices. What is needed in every layer is kept on each of them; counts meet on the first.
 """
 
 from __future__ import annotations
@@ -17,9 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathom_eval.branch_context import Rows, ScoreBuffer, StepContext, reallocation_weights, sealed_tokens
+from fathom_eval.branch_context import Rows, ScoreBuffer, StepContext, sealed_tokens
 from fathom_eval.branch_counts import Counts, Tally
-from fathom_eval.branch_groups import Bucket, Buckets, ExtendedGroup, MethodGroup, ScanGroup, Scanned, SelectGroup, as_rows, joint_plans
+from fathom_eval.branch_groups import (
+    Bucket,
+    Buckets,
+    ExtendedGroup,
+    MethodGroup,
+    ScanGroup,
+    Scanned,
+    joint_plans,
+    rows_on,
+    scan_groups,
+    scan_key,
+    select_groups,
+)
+from fathom_eval.branch_health import Health
+from fathom_eval.devices import current
 from fathom_eval.extended import Field, Scored, attend_extended
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.branches import attend_everything, attend_lists, rerank_lists
@@ -30,8 +46,9 @@ from fathom_eval.methods.step import Step
 from fathom_eval.models import ModelFacts
 from fathom_eval.prefill import Prefix
 from fathom_eval.reads import Reads
-from fathom_eval.selection import Policy, candidate_range, head_scores, union_of_group
-from fathom_eval.stores import ExactSpec, Store, StoreSpec
+from fathom_eval.reallocation import tempered
+from fathom_eval.selection import candidate_range, head_scores, union_of_group
+from fathom_eval.stores import ExactSpec, Store
 
 SETTLED_STEPS = 32
 """Steps after which what they have read is added up, unless somebody asks before."""
@@ -60,22 +77,26 @@ class BranchBatch:
     def __init__(self, prefix: Prefix, branches: Sequence[Branch], facts: ModelFacts) -> None:
         self.prefix, self.branches, self.facts = prefix, tuple(branches), facts
         self.failures: dict[int, str] = {}
-        self._device = prefix.layers[0].keys.device
-        self._tally = Tally(len(self.branches), len(prefix.layers), facts.kv_heads, self._device)
+        on = [layer.keys.device for layer in prefix.layers]
+        self._home, devices = on[0], list(dict.fromkeys(on))
+        self._tally = Tally(len(self.branches), facts.kv_heads, on)
+        self._health = Health(len(self.branches), on)
         self._unsettled = 0
         self._settled = False
         self._scores = ScoreBuffer()
         self._previous: Tensor | None = None
-        self._scans = self._scan_groups()
+        self._scans = scan_groups(self.branches, facts, len(on), prefix.tokens)
+        for scan in self._scans:
+            self._index(scan)
         self._extended: dict[int, ExtendedGroup] = {}
         for scan in self._scans:
             spec, k = scan.methods[0].spec, self.branches[scan.rows.start].k
             if k is not None and spec.method.extended:
                 self._extended[scan.rows.start] = ExtendedGroup(spec, k, scan, [{} for _ in prefix.layers])
-        self._selects = self._select_groups()
-        self._buckets = Buckets(self._selects, self._device)
+        self._selects = select_groups(self.branches, devices)
+        self._buckets = {device: Buckets(self._selects, device) for device in devices}
         self._dense = tuple(row for row, branch in enumerate(self.branches) if branch.k is None)
-        self._dense_rows = as_rows(self._dense, self._device)
+        self._dense_rows = rows_on(self._dense, devices)
 
     @property
     def counts(self) -> Counts:
@@ -85,23 +106,29 @@ class BranchBatch:
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """See :class:`fathom_eval.attention.BranchAttention`."""
+        with current(query.device):
+            return self._attend(layer, query, keys, values, scaling)
+
+    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         if layer == 0 or not self._unsettled:
             self._tally.begin()
             self._unsettled += 1
-        context = StepContext(self.prefix.layers[layer], query, keys, values, scaling)
-        output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        context, device = StepContext(self.prefix.layers[layer], query, keys, values, scaling), query.device
+        self._health.watch_query(layer, query)
+        output = torch.empty(query.shape, dtype=torch.float32, device=device)
         if self._dense:
-            self._attend_densely(context, self._dense_rows, self._dense, output)
+            self._attend_densely(context, self._dense_rows[device], self._dense, output)
         if self._scans:
             scores = self._scores.of(context)
             scans = [group for group in self._scans if not group.policy.is_dense(layer)]
             tail = self._score_tail(scans, context, scores)
             found = [self._scan(group, layer, context, scores, tail) for group in scans]
             scanned = {one.group.rows.start: one for one in found if one is not None}
+            self._health.watch_scores(layer, scores)
             for group in self._selects:
                 if group.policy.is_dense(layer):
-                    self._attend_densely(context, group.rows, group.numbers, output)
-            for bucket in self._buckets.of(layer):
+                    self._attend_densely(context, group.rows[device], group.numbers, output)
+            for bucket in self._buckets[device].of(layer):
                 coverage = self._coverage(context, scanned) if bucket.policy.reallocate else None
                 self._attend_selected(bucket, layer, context, scores, coverage, output)
             for start, extended in self._extended.items():
@@ -109,6 +136,7 @@ class BranchBatch:
                     self._attend_densely(context, extended.scan.rows, range(start, extended.scan.rows.stop), output)
                 else:
                     self._attend_extended(extended, layer, context, scanned.get(start), scores, output)
+        self._health.watch_output(layer, output)
         self._previous = query
         if layer == len(self.prefix.layers) - 1:
             self._previous = None
@@ -117,6 +145,15 @@ class BranchBatch:
                 self.settle()
         return output
 
+    def broken(self, device: torch.device) -> Tensor:
+        """Rows that gave in the last step what is not a number, boolean ``[R]`` on this device, which is not waited for."""
+        return self._health.broken(device)
+
+    def note_broken(self) -> None:
+        """Say in ``failures`` why rows are :meth:`broken`. Waits for the devices."""
+        for row, (layer, problem) in self._health.problems().items():
+            self.failures.setdefault(row, f"layer {layer}: {self.branches[row].spec.label} gives {problem}")
+
     def settle(self) -> None:
         """Add up what has been read since the last time. A method whose declared bits fail, fails here."""
         for scan in self._scans:
@@ -124,40 +161,15 @@ class BranchBatch:
         self._tally.settle()
         self._unsettled, self._settled = 0, True
 
-    def _scan_groups(self) -> list[ScanGroup]:
-        groups: list[ScanGroup] = []
-        for row, branch in enumerate(self.branches):
-            if branch.k is None:
-                continue
-            spec, store = branch.spec, branch.spec.method.store(self.facts)
-            assert store is not None, f"{spec.label} scans nothing and so takes no k"
-            last = groups[-1] if groups else None
-            before = self.branches[row - 1]
-            if last is None or last.rows.stop != row or _scan_key(branch, self.facts) != _scan_key(before, self.facts):
-                sealed = sealed_tokens(self.prefix.tokens + 1, spec.policy.local)
-                policy = _scan_policy(spec.policy)
-                last = ScanGroup(store, policy, slice(row, row), sealed, [], [None] * len(self.prefix.layers))
-                groups.append(last)
-            last.rows = slice(last.rows.start, row + 1)
-            at = row - last.rows.start
-            if last.methods and last.methods[-1].spec == spec:
-                last.methods[-1].rows = slice(last.methods[-1].rows.start, at + 1)
-            else:
-                last.methods.append(MethodGroup(spec, slice(at, at + 1), []))
-        for group in groups:
-            for method in group.methods:
-                try:
-                    method.indexes = [method.spec.method.index(layer, self.facts) for layer in self.prefix.layers]
-                except Exception as error:
-                    self._fail_method(group, method, "the prefix", error)
-        return groups
-
-    def _select_groups(self) -> list[SelectGroup]:
-        members: dict[tuple[int, Policy], list[int]] = {}
-        for row, branch in enumerate(self.branches):
-            if branch.k is not None and not branch.spec.method.extended:
-                members.setdefault((branch.k, branch.spec.policy), []).append(row)
-        return [SelectGroup(k, policy, as_rows(rows, self._device), tuple(rows)) for (k, policy), rows in members.items()]
+    def _index(self, group: ScanGroup) -> None:
+        """Let each method prepare what it needs of every layer."""
+        for method in group.methods:
+            try:
+                for layer in self.prefix.layers:
+                    with current(layer.keys.device):
+                        method.indexes.append(method.spec.method.index(layer, self.facts))
+            except Exception as error:
+                self._fail_method(group, method, "the prefix", error)
 
     def _score_tail(self, groups: Sequence[ScanGroup], context: StepContext, scores: Tensor) -> bool:
         """Score the unsealed tokens of all rows exactly, in one go where all seal the same tokens."""
@@ -179,7 +191,7 @@ class BranchBatch:
                 self._fail(range(group.rows.start, group.rows.stop), f"layer {layer}", error)
                 group.failed = True
         # Rows that have failed are selected along with the others: any scores do, but ties would cost time.
-        scores[group.rows] = -torch.arange(context.tokens, dtype=torch.float32, device=self._device)
+        scores[group.rows] = -torch.arange(context.tokens, dtype=torch.float32, device=scores.device)
         return None
 
     def _scan_store(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor, tail: bool) -> Scanned:
@@ -231,16 +243,16 @@ class BranchBatch:
         return torch.cat([part for part in parts if part is not None]) if len(parts) > 1 else parts[0]
 
     def _step(self, group: ExtendedGroup, layer: int, context: StepContext, stores: tuple[Store, ...]) -> Step:
-        rows = group.scan.rows
+        rows, query = group.scan.rows, context.query
         return Step(
             layer=layer,
             index=group.scan.methods[0].indexes[layer],
             k=group.k,
             scaling=context.scaling,
             length=context.tokens,
-            tokens=torch.full((rows.stop - rows.start,), context.tokens, dtype=torch.int64, device=self._device),
-            query=context.query[rows],
-            previous_query=None if self._previous is None else self._previous[rows],
+            tokens=torch.full((rows.stop - rows.start,), context.tokens, dtype=torch.int64, device=query.device),
+            query=query[rows],
+            previous_query=None if self._previous is None else self._previous[rows].to(query.device),
             stores=stores,
             state={},
         )
@@ -267,14 +279,14 @@ class BranchBatch:
                     self._tally.declared_bits[rows] = torch.nan
                 else:
                     try:
-                        self._tally.declared_bits[rows] += (method.declared_bits(self.facts, self._device) * tokens).sum(-1)
+                        self._tally.declared_bits[rows] += (method.declared_bits(self.facts, self._home) * tokens).sum(-1)
                     except Exception as error:
                         self._fail_method(group, method, "declared bits", error)
             method.plans.clear()
         group.reads.clear()
 
     def _coverage(self, context: StepContext, scanned: dict[int, Scanned]) -> Tensor:
-        coverage = torch.ones(context.query.shape[:3], dtype=torch.float32, device=self._device)
+        coverage = torch.ones(context.query.shape[:3], dtype=torch.float32, device=context.query.device)
         for start, one in scanned.items():
             if start not in self._extended:
                 coverage[one.group.rows] = one.coverage()
@@ -295,11 +307,12 @@ class BranchBatch:
             output[bucket.rows] = 0
             return
         for group in bucket.groups:  # one by one, so that only what fails by itself ends
-            self._attend_selected(Bucket.of([group], self._device), layer, context, scores, coverage, output)
+            self._attend_selected(Bucket.of([group], output.device), layer, context, scores, coverage, output)
 
     def _select_and_attend(self, bucket: Bucket, context: StepContext, layer: int, approximate: Tensor, coverage: Tensor | None) -> Tensor:
         policy, tokens, rows = bucket.policy, context.tokens, bucket.rows
-        contest, query, shared = bucket.contest(tokens, self._device), context.query[rows], context.shared.of(rows)
+        query, shared = context.query[rows], context.shared.of(rows)
+        contest = bucket.contest(tokens, query.device)
         if policy.share == "head":
             lists = choose_tokens(approximate, contest)
         else:
@@ -316,7 +329,7 @@ class BranchBatch:
             attended = attended.masked_fill(~mask, 0)
         output = attend_lists(query, shared, attended, contest, context.scaling, mask)
         if coverage is not None:
-            weights = reallocation_weights(approximate, coverage[rows], output.shape[-1])
+            weights = tempered(approximate, coverage[rows], context.scaling, sealed_tokens(tokens, policy.local)).softmax(-1)
             # All rows of a bucket that reallocates have one range of candidates.
             competing = weights[..., contest.starts[0] : contest.stops[0]].sum(-1, keepdim=True)
             missed = competing - weights.gather(-1, lists.long()).sum(-1, keepdim=True)
@@ -344,7 +357,7 @@ class BranchBatch:
         policy, tokens, rows = group.spec.policy, context.tokens, group.scan.rows
         start, stop = candidate_range(tokens, policy, sealed_tokens(tokens, policy.local))
         free, room = group.k - (tokens - (stop - start)), stop - start
-        number = torch.arange(tokens, device=self._device).view(1, 1, 1, -1)
+        number = torch.arange(tokens, device=context.query.device).view(1, 1, 1, -1)
         competing = (number >= start) & (number < stop)
         found = attend_extended(
             group.spec.method,
@@ -377,16 +390,6 @@ def batch_order(branches: Sequence[Branch], facts: ModelFacts) -> list[int]:
     stores: dict[Any, int] = {}
     specs: dict[MethodSpec, int] = {}
     for branch in branches:
-        stores.setdefault(_scan_key(branch, facts), len(stores))
+        stores.setdefault(scan_key(branch, facts), len(stores))
         specs.setdefault(branch.spec, len(specs))
-    return sorted(range(len(branches)), key=lambda row: (stores[_scan_key(branches[row], facts)], specs[branches[row].spec]))
-
-
-def _scan_key(branch: Branch, facts: ModelFacts) -> tuple[StoreSpec | None, Policy | None, Branch | None]:
-    policy = None if branch.k is None else _scan_policy(branch.spec.policy)
-    return branch.spec.method.store(facts), policy, branch if branch.spec.method.extended else None
-
-
-def _scan_policy(policy: Policy) -> Policy:
-    """What of a policy matters to a scan: the window decides what is sealed, and dense layers are not scanned."""
-    return Policy(local=policy.local, dense_layers=policy.dense_layers, dense_every=policy.dense_every)
+    return sorted(range(len(branches)), key=lambda row: (stores[scan_key(branches[row], facts)], specs[branches[row].spec]))

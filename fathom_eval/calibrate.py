@@ -161,7 +161,7 @@ def measure_statistics(
             _read_window(loaded, window, keys, queries, chunk)
         except torch.OutOfMemoryError:
             raise UserError(
-                f"a window of {len(window)} tokens does not fit into the memory of {facts.device}: give a shorter --context"
+                f"a window of {len(window)} tokens does not fit into the memory of {facts.place}: give a shorter --context"
             ) from None
         done(number)
     if queries.statistics[0].count == 0:
@@ -176,7 +176,7 @@ def measure_statistics(
         "query_mean_magnitude": [part.mean_magnitude.float() for part in queries.statistics],
         "query_second_moment": [part.second_moment.float() for part in queries.statistics],
     }
-    return {name: torch.stack(parts).cpu() for name, parts in stacked.items()}
+    return {name: torch.stack([part.cpu() for part in parts]) for name, parts in stacked.items()}
 
 
 class _Queries:

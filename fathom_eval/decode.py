@@ -139,10 +139,14 @@ def decode(
         current = logits.argmax(-1, keepdim=True)
         tokens.append(current)
         # One wait for the device a step.
-        broken, ended = torch.stack([~torch.isfinite(logits).all(-1), torch.isin(current.squeeze(-1), ends)]).tolist()
+        states = (~torch.isfinite(logits).all(-1), torch.isin(current.squeeze(-1), ends), batch.broken(logits.device))
+        broken, ended, unwell = torch.stack(states).tolist()
+        unwell = [flag and count is None for flag, count in zip(unwell, counted, strict=True)]
+        if any(unwell):
+            batch.note_broken()
         stopped = [False] * rows if stops is None else stops.add(current.squeeze(-1).tolist(), [count is None for count in counted])
         last = step == max_new_tokens - 1
-        if last or any(any(flags) for flags in (broken, ended, stopped)):
+        if last or any(any(flags) for flags in (broken, ended, unwell, stopped)):
             batch.settle()  # which may find that a method fails
         failed = [batch.failures.get(row) for row in range(rows)]
         counts: dict[str, list[float]] | None = None

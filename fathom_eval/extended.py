@@ -17,6 +17,7 @@ from torch import Tensor
 from fathom_eval.branch_context import folded
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.step import Step
+from fathom_eval.reallocation import tempered
 from fathom_eval.selection import Policy, Selection, share_scores, top_mask
 
 
@@ -151,8 +152,7 @@ def _reallocated(output: Tensor, scored: Scored, selected: Tensor, mean_value: T
     finite = torch.where(torch.isinf(scores), -torch.inf, scores)
     scores = torch.where(scores == torch.inf, finite.amax(-1, keepdim=True), scores)
     future = torch.arange(step.length, device=output.device) >= step.tokens.view(-1, 1, 1, 1)
-    # SparQ's temperature sharpens scores that saw only part of the query's mass.
-    temperature = (output.shape[-1] * scored.coverage().clamp_min(1e-6)).sqrt().unsqueeze(-1)
-    weights = (scores / temperature).masked_fill(future, -torch.inf).softmax(-1)
+    logits = tempered(scores, scored.coverage(), step.scaling, sum(store.tokens for store in step.stores))
+    weights = logits.masked_fill(future, -torch.inf).softmax(-1)
     missed = weights.masked_fill(selected, 0.0).sum(-1, keepdim=True)
     return (1 - missed) * output + missed * mean_value.unsqueeze(-2)

@@ -16,6 +16,7 @@ from fathom_eval.kernels.choose import Contest, choose_tokens, compiled
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.step import Step
 from fathom_eval.reads import Reads
+from fathom_eval.reallocation import tempered
 from fathom_eval.selection import Boundary, Policy, Selection, candidate_range, share_scores, top_mask
 
 SCORE_NOISE = 4e-5
@@ -58,7 +59,8 @@ class Scan:
         coverage: See :meth:`fathom_eval.stores.Store.coverage`.
         reads: What was read of the sealed tokens; None if there were none, or the keys themselves were scored.
         declared_bits: Bits per token that the method declares for its plan, fp64 ``[R, H]``; None for one that declares none.
-        broken: Whether a score is not a number, or −∞ from a method that ranks all tokens, a boolean scalar not waited for.
+        broken: Whether a score is not a number, −∞ from a method that ranks all tokens, or +∞ from one that forces none, a boolean scalar
+            not waited for.
     """
 
     scores: Tensor
@@ -117,7 +119,7 @@ class Chunk:
     def outcome(self, policy: Policy, k: int, scan: Scan, sealed: int) -> Outcome:
         """Select by a scan's scores and attend. ``sealed``: tokens in sealed blocks."""
         selection = self._select(scan.scores, policy, k, sealed)
-        return self._compared(Attended(self._output(selection, policy, scan), selection), policy, k, scan, sealed)
+        return self._compared(Attended(self._output(selection, policy, scan, sealed), selection), policy, k, scan, sealed)
 
     def extended_outcome(self, method: Method, policy: Policy, scan: Scan, sealed: int, step: Step) -> Outcome:
         """The same for a method that needs more than a store and a plan."""
@@ -184,7 +186,7 @@ class Chunk:
             if choice not in self._exact_choices:
                 self._exact_choices[choice] = self._choose_exactly(policy, k, sealed)
             selection, near_ties = self._exact_choices[choice]
-            output = self._output(selection, policy, self.exact_scan())
+            output = self._output(selection, policy, self.exact_scan(), sealed)
             self._oracles[key] = _Oracle(selection, output, relative_error(output, self.dense), near_ties)
         return self._oracles[key]
 
@@ -226,13 +228,11 @@ class Chunk:
             chosen = top_mask(share_scores(self.exact, policy), candidates, field.counts)
         return Selection(chosen, field.kept, candidates)
 
-    def _output(self, selection: Selection, policy: Policy, scan: Scan) -> Tensor:
+    def _output(self, selection: Selection, policy: Policy, scan: Scan, sealed: int) -> Tensor:
         chosen = selection.chosen.any(2, keepdim=True) if policy.attend == "union" else selection.chosen
         output = self._attend(chosen | selection.kept)
         if policy.reallocate:
-            # SparQ's temperature sharpens scores that saw only part of the query's mass.
-            temperature = (output.shape[-1] * scan.coverage.clamp_min(1e-6)).sqrt().unsqueeze(-1)
-            weights = (scan.scores / temperature).masked_fill(~self._seen, -torch.inf).softmax(-1)
+            weights = tempered(scan.scores, scan.coverage, self._scaling, sealed).masked_fill(~self._seen, -torch.inf).softmax(-1)
             missed = weights.masked_fill(selection.chosen | selection.kept, 0.0).sum(-1, keepdim=True)
             output = (1 - missed) * output + missed * self.mean_value.unsqueeze(-2)
         return output

@@ -199,6 +199,8 @@ class LayerComparison:
         scores = torch.cat([found[..., :scanned], exact[..., scanned:]], dim=-1)
         # Not a number is not above −∞ either.
         broken = ~(found > -torch.inf).all() if method.ranks_all else torch.isnan(found).any()
+        if not method.forces:
+            broken = broken | (found == torch.inf).any()
         return Scan(scores, coverage, reads, declared, broken)
 
     def _store(self, spec: StoreSpec, local: int, sealed: int) -> Store:

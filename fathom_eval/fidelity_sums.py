@@ -25,7 +25,10 @@ class Totals:
 _PER_QUERY = ("error_dense", "error_exact", "oracle_error", "squared_error_dense", "squared_error_exact", "squared_oracle_error", "recall")
 _PER_KV = ("rows", "candidate_rows")
 _COUNTS = ("near_ties",)
-_READS = ("scan_bits", "declared_bits", "scan_tokens", "scans", "channels", "differing", "negative", "broken")
+_READS = ("scan_bits", "declared_bits", "scan_tokens", "scans", "channels", "differing", "negative", "astray", "excessive", "broken")
+
+MOST_BITS = 1024
+"""Of a channel of one token: a scan that reports more is not counted right. Hash tables read hundreds of entries a token."""
 
 
 def outcome_sums(outcome: Outcome) -> Tensor:
@@ -38,10 +41,12 @@ def outcome_sums(outcome: Outcome) -> Tensor:
     if scan is None or scan.reads is None:
         reads: list[Tensor | float] = [*[0.0] * (len(_READS) - 1), 0.0 if scan is None else scan.broken]
     else:
+        head_dim, channels = outcome.output.shape[-1], scan.reads.channels
         bits, tokens, scans = scan.reads.bits.double(), scan.reads.tokens, scan.reads.bits.numel()
         declared = bits if scan.declared_bits is None else scan.declared_bits * tokens
-        reads = [bits.sum(), declared.sum(), tokens * scans, scans, scan.reads.channels.sum()]
-        reads += [(bits != declared).sum(), (bits < 0).sum(), scan.broken]
+        reads = [bits.sum(), declared.sum(), tokens * scans, scans, channels.sum()]
+        reads += [(bits != declared).sum(), (bits < 0).sum(), ((channels < 0) | (channels > head_dim)).sum()]
+        reads += [(bits > MOST_BITS * head_dim * tokens).sum(), scan.broken]
     # A number becomes a tensor by filling one, which does not wait for the device as a copy does.
     return torch.stack(
         [
@@ -70,7 +75,7 @@ def settle(number: int, sums: dict[Branch, Tensor], totals: dict[Branch, Totals]
 
 def _impossible(found: dict[str, float]) -> str | None:
     if found["broken"]:
-        return "scores that are not a number (or −∞, from a method that ranks all tokens)"
+        return "scores that are not a number (or −∞, from a method that ranks all tokens, or +∞, from one that forces none)"
     bad = [name for name in (*_PER_QUERY, *_READS) if not math.isfinite(found[name])]
     if bad:
         return f"{bad[0]} is not finite"
@@ -78,6 +83,10 @@ def _impossible(found: dict[str, float]) -> str | None:
         return f"a recall of {found['recall']:g}"
     if found["negative"]:
         return "it reports reads of less than nothing"
+    if found["astray"]:
+        return "it reports channels read outside 0 to head_dim"
+    if found["excessive"]:
+        return f"it reports reads of more than {MOST_BITS} bits per token and channel"
     if found["differing"]:
         counted, declared = (found[name] / found["scan_tokens"] for name in ("scan_bits", "declared_bits"))
         return f"it declares {declared:g} bits per token and reads {counted:g}"

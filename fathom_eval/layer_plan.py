@@ -9,7 +9,7 @@ import torch
 
 from fathom_eval.branches import Branch
 from fathom_eval.errors import UserError
-from fathom_eval.fidelity import capture
+from fathom_eval.fidelity_capture import capture
 from fathom_eval.fidelity_layer import LayerComparison
 from fathom_eval.methods import MethodSpec
 from fathom_eval.methods.fathom import Fathom

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +42,10 @@ class MemoryEstimate:
         """All of it."""
         return self.prefix + self.stores + self.tails + self.work
 
+    def share(self, layers: float) -> MemoryEstimate:
+        """What a device takes that has this share of the layers; the work space is needed on each."""
+        return MemoryEstimate(int(layers * self.prefix), int(layers * self.stores), int(layers * self.tails), self.work)
+
     def __str__(self) -> str:
         parts = (("prefix", self.prefix), ("stores", self.stores), ("decode tails", self.tails), ("work space", self.work))
         return f"{gib(self.total)} (" + ", ".join(f"{name} {gib(size)}" for name, size in parts) + ")"
@@ -77,14 +81,19 @@ def estimate_memory(facts: ModelFacts, branches: Sequence[Branch], tokens: int, 
     )
 
 
-def check_memory(estimate: MemoryEstimate, device: torch.device, what: str) -> None:
-    """Raise UserError where the estimate exceeds what is free on the device; where that is unknown, nothing is checked."""
-    free = free_bytes(device)
-    if free is not None and estimate.total > free:
-        raise UserError(
-            f"{what} needs about {estimate} beside the model, and {gib(free)} are free on {device}: give shorter sessions "
-            "(--session-tokens), fewer methods, a smaller --batch-size, or --dtype bfloat16"
-        )
+def check_memory(estimate: MemoryEstimate, devices: Mapping[str, float], what: str) -> None:
+    """Raise UserError where the estimate exceeds what is free; where that is unknown, nothing is checked.
+
+    Args:
+        devices: Each device's share of the layers.
+    """
+    for device, layers in devices.items():
+        part, free = estimate.share(layers), free_bytes(torch.device(device))
+        if free is not None and part.total > free:
+            raise UserError(
+                f"{what} needs about {part} beside the model, and {gib(free)} are free on {device}: give shorter sessions "
+                "(--session-tokens), fewer methods, a smaller --batch-size, or --dtype bfloat16"
+            )
 
 
 def free_bytes(device: torch.device) -> int | None:

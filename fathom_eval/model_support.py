@@ -118,6 +118,13 @@ def has_qk_norm(model: Any) -> bool:
     )
 
 
+def layer_devices(model: Any) -> tuple[str, ...]:
+    """The device of every layer's attention, in their order; empty where all are on that of the embedding."""
+    modules = sorted(_attention_modules(model), key=lambda module: int(module.layer_idx))
+    found = tuple(str(next(module.parameters()).device) for module in modules)
+    return found if {*found} - {str(next(model.parameters()).device)} else ()
+
+
 def _refusal(text: Any, problem: str) -> UserError:
     return UserError(f"models of type '{text.model_type}' are not supported here: {problem}")
 

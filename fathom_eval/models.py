@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from fathom_eval import compat
 from fathom_eval.checkpoints import Checkpoint, open_checkpoint
+from fathom_eval.devices import SEVERAL, resolve_devices
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.fingerprints import fingerprint_model, fingerprint_tokenizer
 from fathom_eval.gguf_models import one_line
-from fathom_eval.model_support import attention_facts_or_error, check_model, has_qk_norm, position_limit
+from fathom_eval.model_support import attention_facts_or_error, check_model, has_qk_norm, layer_devices, position_limit
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ class ModelFacts:
         device: e.g. ``cpu`` or ``cuda:0``.
         model_fingerprint: see :func:`fingerprint_model`.
         tokenizer_fingerprint: see :func:`fingerprint_tokenizer`.
+        layer_devices: of every layer, where the model is spread over several devices; ``device`` is then where tokens go in.
     """
 
     name: str
@@ -59,6 +61,20 @@ class ModelFacts:
     device: str
     model_fingerprint: str
     tokenizer_fingerprint: str
+    layer_devices: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> dict[str, float]:
+        """The devices and what share of the layers each has."""
+        found = dict.fromkeys((self.device, *self.layer_devices), 0.0)
+        for device in self.layer_devices or (self.device,):
+            found[device] += 1 / max(len(self.layer_devices), 1)
+        return found
+
+    @property
+    def place(self) -> str:
+        """The devices in one word, as ``--device`` takes them."""
+        return SEVERAL.join(self.devices)
 
     @property
     def group(self) -> int:
@@ -95,7 +111,8 @@ def load_model(
     Args:
         spec: bundled name (``smollm2``), local folder, GGUF file or hub id.
         dtype: one of :data:`DTYPES`; ``auto`` is float32 on a CPU and the checkpoint's own on a GPU.
-        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``; ``cuda:N+cuda:M`` spreads the layers evenly over these
+            GPUs, ``cuda:all`` over all.
         offline: never touch the network.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -106,7 +123,7 @@ def load_model(
         UserError: unknown model, unusable files or tokenizer, unsupported attention, unknown dtype or device, no memory.
     """
     compat.require_transformers()
-    place = resolve_device(device)
+    places = resolve_devices(device)
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype '{dtype}'; {did_you_mean(dtype, DTYPES)}")
     factor = None if rope_scaling is None else parse_rope_scaling(rope_scaling)
@@ -119,7 +136,7 @@ def load_model(
             apply_yarn(config, factor)
         attention_facts_or_error(config)
         tokenizer = _tokenizer(checkpoint, config, trust_remote_code)
-        model = _weights(checkpoint, config, _torch_dtype(dtype, place, config), place, trust_remote_code)
+        model = _weights(checkpoint, config, _torch_dtype(dtype, places[0], config), places, trust_remote_code)
         return describe_model(model, tokenizer, checkpoint.name)
 
 
@@ -148,6 +165,7 @@ def describe_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         device=str(parameter.device),
         model_fingerprint=fingerprint_model(model),
         tokenizer_fingerprint=fingerprint_tokenizer(tokenizer),
+        layer_devices=layer_devices(model),
     )
     return LoadedModel(model, tokenizer, facts)
 
@@ -189,24 +207,6 @@ def apply_yarn(config: Any, factor: float) -> None:
     original = position_limit(text)
     text.rope_parameters = {**rope, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     text.max_position_embeddings = int(original * factor)
-
-
-def resolve_device(device: str) -> torch.device:
-    """The torch device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` names. Raises UserError if there is none such."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise UserError(f"unknown device '{device}'; choose from auto, cpu, cuda, cuda:N")
-    if kind == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = int(index or 0)
-    if number >= count:
-        raise UserError(f"device '{device}' is not available: torch {torch.__version__} sees {count} CUDA devices")
-    return torch.device("cuda", number)
 
 
 def _torch_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
@@ -256,11 +256,12 @@ def _tokenizer_problem(tokenizer: Any, vocabulary: int) -> str | None:
     return None
 
 
-def _weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+def _weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, devices: list[torch.device], trust_remote_code: bool) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     auto_model: Any = AutoModelForCausalLM
+    names = ", ".join(map(str, devices))
     try:
         model, info = auto_model.from_pretrained(
             checkpoint.folder,
@@ -271,17 +272,31 @@ def _weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: to
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
+            **_spread(devices),
         )
         if info["missing_keys"]:
             raise UserError(f"the model '{checkpoint.name}' lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}")
-        return model.to(device).eval().requires_grad_(False)
+        if len(devices) == 1:
+            model = model.to(devices[0])
+        elif elsewhere := {"cpu", "disk"} & {str(place) for place in model.hf_device_map.values()}:
+            raise UserError(f"the model '{checkpoint.name}' in {dtype} does not fit on {names}: a part went to {elsewhere.pop()}")
+        return model.eval().requires_grad_(False)
     except UserError:
         raise
     except torch.OutOfMemoryError:
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = (sum(sizes) / 2**30 for sizes in zip(*map(torch.cuda.mem_get_info, devices), strict=True))
         raise UserError(
-            f"the model '{checkpoint.name}' in {dtype} does not fit on {device}: {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
+            f"the model '{checkpoint.name}' in {dtype} does not fit on {names}: {free:.0f} of {total:.0f} GiB are free"
         ) from None
     # Truncated safetensors, wrong shapes, an architecture without sdpa or without a causal head: no common type of error.
     except Exception as error:
         raise UserError(f"the weights of '{checkpoint.name}' cannot be loaded: {one_line(error)}") from None
+
+
+def _spread(devices: list[torch.device]) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that spread whole layers over several GPUs, in their order; none for one device."""
+    import torch
+
+    if len(devices) == 1:
+        return {}
+    return {"device_map": "balanced", "max_memory": {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}}

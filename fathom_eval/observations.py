@@ -6,12 +6,15 @@ Shapes: H KV heads, G query heads a KV head, n tokens, D channels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from fathom_eval.memory_errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from fathom_eval.methods.base import Method
@@ -78,20 +81,59 @@ class RecentQueries(Observation):
         return _Recent(self.window)
 
 
+class Observed(dict[Observation, Any]):
+    """What was gathered in one layer. Looking up what failed raises a RuntimeError that says why.
+
+    Args:
+        failures: By observation.
+    """
+
+    def __init__(self, failures: Mapping[Observation, str]) -> None:
+        super().__init__()
+        self._failures = failures
+
+    def __missing__(self, observation: Observation) -> Any:
+        if observation in self._failures:
+            raise RuntimeError(self._failures[observation])
+        raise KeyError(observation)
+
+
 class LayerObservers:
-    """The accumulators of all layers of one prefill."""
+    """The accumulators of all layers of one prefill. One that raises ends no prefill: the methods that ask for it find out."""
 
     def __init__(self, observations: Sequence[Observation], layers: int) -> None:
-        self._accumulators = [{observation: observation.start() for observation in observations} for _ in range(layers)]
+        self._failures: dict[Observation, str] = {}
+        self._accumulators: list[dict[Observation, Accumulator]] = [{} for _ in range(layers)]
+        for accumulators in self._accumulators:
+            for observation in observations:
+                with self._watched(observation):
+                    accumulators[observation] = observation.start()
 
     def add(self, layer: int, query: Tensor, keys: Tensor, scaling: float) -> None:
         """See :meth:`Accumulator.add`."""
-        for accumulator in self._accumulators[layer].values():
-            accumulator.add(query, keys, scaling)
+        for observation, accumulator in self._accumulators[layer].items():
+            if observation not in self._failures:
+                with self._watched(observation):
+                    accumulator.add(query, keys, scaling)
 
     def results(self, layer: int) -> dict[Observation, Any]:
         """What was gathered in one layer."""
-        return {observation: accumulator.result() for observation, accumulator in self._accumulators[layer].items()}
+        found = Observed(self._failures)
+        for observation, accumulator in self._accumulators[layer].items():
+            if observation not in self._failures:
+                with self._watched(observation):
+                    found[observation] = accumulator.result()
+        return found
+
+    @contextmanager
+    def _watched(self, observation: Observation) -> Iterator[None]:
+        """Keep what an observation raises for the methods that ask for it; a lack of memory is the prefill's."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._failures.setdefault(observation, f"{type(observation).__name__} failed: {type(error).__name__}: {error}")
 
 
 def needed_observations(methods: Iterable[Method], facts: ModelFacts) -> tuple[Observation, ...]:

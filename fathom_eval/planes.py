@@ -120,6 +120,10 @@ class PlaneReads(DeferredReads):
     tokens: int
     scale_bits: int
 
+    @property
+    def device(self) -> torch.device:
+        return self.mask.device
+
     @classmethod
     def totals(cls, noted: Sequence[DeferredReads]) -> tuple[Tensor, Tensor]:
         """See :class:`~fathom_eval.stores.DeferredReads`. All are of one store, so that a scale has one size."""

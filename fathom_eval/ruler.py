@@ -95,7 +95,7 @@ def evaluate(
 
 def _measure(loaded: LoadedModel, builder: SampleBuilder, unit: Unit, batches: Batches) -> list[dict[str, Any]]:
     sample = builder.build(unit.task, unit.context, unit.index)
-    with memory_for(f"the prefill of {len(sample.prompt_ids):,} tokens on {loaded.facts.device}"):
+    with memory_for(f"the prefill of {len(sample.prompt_ids):,} tokens on {loaded.facts.place}"):
         observations = needed_observations((branch.spec.method for branch in unit.branches), loaded.facts)
         prefix = prefill(loaded, sample.prompt_ids, observations=observations)
     results = batches.decode(lambda part: decode(loaded, prefix, part, sample.max_new_tokens), unit.branches)

@@ -61,7 +61,8 @@ class Policy:
 def top_indices(scores: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest scores of the last dimension; of equal scores the lower index is taken first.
 
-    ``torch.topk`` leaves the choice among equal scores open, so a tie at the boundary is settled here.
+    ``torch.topk`` leaves the choice among equal scores open, so a tie at the boundary is settled here, and only in the rows that have one:
+    what a row gets, and in which order, depends on no other row. What is not a number counts as largest: such a row gets tokens too.
 
     Args:
         scores: ``[…, N]`` with N ≥ count.
@@ -74,14 +75,17 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
     if count == 0:
         return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
     values, indices = scores.topk(count + 1, dim=-1)
-    tied = values[..., -1:] == values[..., -2:-1]
-    if not tied.any():
-        return indices[..., :count]
-    threshold = values[..., -2:-1]
-    above, level = scores > threshold, scores == threshold
-    wanted = count - above.sum(-1, keepdim=True)
-    kept = above | (level & (level.cumsum(-1) <= wanted))
-    return kept.nonzero()[:, -1].view(*scores.shape[:-1], count)
+    found, tied = indices[..., :count], values[..., -1] == values[..., -2]
+    if tied.any():
+        kept = settle_ties(scores[tied], values[tied][:, -2:-1], count)
+        found[tied] = kept.nonzero()[:, -1].view(-1, count)
+    return found
+
+
+def settle_ties(scores: Tensor, threshold: Tensor, wanted: Tensor | int) -> Tensor:
+    """True on the ``wanted`` largest of scores ``[M, N]``, where the last of them is ``threshold [M, 1]``: of equal ones on the first."""
+    above, level = ~(scores <= threshold), scores == threshold
+    return above | (level & (level.cumsum(-1) <= wanted - above.sum(-1, keepdim=True)))
 
 
 def candidate_range(tokens: int, policy: Policy, sealed: int) -> tuple[int, int]:

@@ -30,10 +30,19 @@ class DeferredReads(ABC):
 
     tokens: int
 
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Of the layer that was scanned."""
+
     @classmethod
     @abstractmethod
     def totals(cls, noted: Sequence[DeferredReads]) -> tuple[Tensor, Tensor]:
-        """Bits and channels read in these scans of R branches, summed over scans and KV heads, both int64 ``[R]``."""
+        """Bits and channels read in these scans of R branches, summed over scans and KV heads, both int64 ``[R]``.
+
+        Args:
+            noted: Scans of this class on one device.
+        """
 
 
 class Store(ABC):
@@ -203,7 +212,14 @@ class LandmarkStore(Store):
         return self._landmarks.nbytes
 
     def append(self, keys: Tensor) -> None:
-        means = keys.float().unflatten(-2, (-1, self._size)).mean(-2).to(torch.float16)
+        """Seal keys ``[…, 64·b, D]``.
+
+        Raises:
+            ValueError: A mean key is not finite or overflows fp16; the message names the KV heads.
+        """
+        from fathom_eval.coded import half  # it builds on this module
+
+        means = half(keys.float().unflatten(-2, (-1, self._size)).mean(-2))
         self._landmarks = torch.cat([self._landmarks, means], dim=-2)
         self.tokens = self._landmarks.shape[-2] * self._size
 

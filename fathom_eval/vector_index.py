@@ -123,8 +123,8 @@ class GraphStore(Store):
     """A graph for each KV head over the prefix's keys, searched by every query head; later keys are all scored.
 
     The keys that a search returns have their inner product as score, all others −∞. What is read are the keys whose distance faiss has
-    computed, by its own count, and all later keys. The count is one number of the process, so searches must not run at the same time in
-    several threads. Graphs live in the host's memory, and each step waits for them.
+    computed for any head of the group, by its own count and at most all of them, and all later keys. The count is one number of the
+    process, so searches must not run at the same time in several threads. Graphs live in the host's memory, and each step waits for them.
 
     Args:
         graphs: One a KV head; none for blocks that branches sealed themselves.
@@ -164,7 +164,8 @@ class GraphStore(Store):
                     # What was not found has the number -1 and goes into a column of its own.
                     scores = torch.full((group, self._indexed + 1), -torch.inf)
                     found[row, head] = scores.scatter_(-1, tokens % (self._indexed + 1), products)[:, :-1]
-                    touched[row, head] += visited
+                    # A key that several heads of the group look at is read once, but the count names no keys.
+                    touched[row, head] += min(visited, self._indexed)
             parts.append(found.to(query.device) + query @ self._mean.unsqueeze(-1))
         if later:
             parts.append(batched_scores(query, self._keys.float().transpose(-1, -2)))

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fathom_eval.console import printable
+from fathom_eval.reports.protocols import line_of, protocol
 from fathom_eval.reports.wording import number
 from fathom_eval.run import canonical_json
 from fathom_eval.stats import mean_and_standard_error, paired_difference
@@ -111,6 +112,8 @@ def _row(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "name": printable(first["method"]),
         "options": canonical_json(first["options"]),
         "family": printable(first["family"]),
+        "line": printable(line_of(first)),
+        "protocol": " ".join(protocol(first["options"])),
         "control": first["control"],
         "head_dim": first.get("head_dim"),
         "windows": len(complete),

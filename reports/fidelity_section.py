@@ -66,8 +66,8 @@ class FidelitySource:
 
     @property
     def families(self) -> list[str]:
-        """The families of the scans."""
-        return list(dict.fromkeys(row["family"] for row in self.rows if not row["control"]))
+        """The lines of the scans, as figures draw them."""
+        return list(dict.fromkeys(row["line"] for row in self.rows if not row["control"]))
 
     @property
     def missing(self) -> list[str]:
@@ -246,7 +246,7 @@ def _figure(context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str,
     for metric, label in AXES.items():
         points = [
             Point(
-                row["family"],
+                row["line"],
                 row["bits"],
                 row[metric],
                 row[f"{metric}_se"],
@@ -308,7 +308,7 @@ def _pairs(source: FidelitySource, context: int, k: int, here: Sequence[Mapping[
     if len({row["method"] for row in here}) > _MANY_METHODS:
         best = [row["method"] for row in frontier(list(here))]
         frame = frame[frame["method"].isin(best) & frame["other"].isin(best)]
-        which = "Every two scans that none beats in both bits and error"
+        which = "Every two scans that none beats in both bits and error under the paper's protocol"
     if not len(frame):
         return []
     columns = (

@@ -12,6 +12,7 @@ from typing import Any
 
 from fathom_eval.console import printable
 from fathom_eval.reports.cells import Comparison
+from fathom_eval.reports.protocols import line_of
 from fathom_eval.run import canonical_json
 from fathom_eval.stats import mean_and_standard_error, paired_difference
 
@@ -254,8 +255,9 @@ def _step(record: Mapping[str, Any]) -> Step:
         role = Role.EXACT
     else:
         role = Role.SCAN
+    line = printable(line_of({**record, "label": label}))
     return Step(
-        method=Method(str(record["method"]), canonical_json(options), label, printable(record.get("family") or label), role),
+        method=Method(str(record["method"]), canonical_json(options), label, line, role),
         k=k,
         context=int(record["context"]),
         session=int(record["sample"]),

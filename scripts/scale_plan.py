@@ -3,7 +3,8 @@
     python -P benchmarks/scale.py > reports/published/scale-h200/measured.jsonl
     python -P scripts/scale_plan.py > docs/scale.md
 
-Without measurements, times are lower bounds from counted operations and bytes at the rates given, and the text says so.
+Without measurements of these models, times are extrapolated from published runs of a small one (``scripts/scale_records.py``), and the text
+says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from fathom_eval.models import ModelFacts
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.scale import SHAPES, TWENTY
+from scripts.scale_records import SMALL, LockStep, Session, operations, prefill_rate, read_lock_step, read_sessions, step_factor
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "reports" / "published" / "scale-h200" / "measured.jsonl"
@@ -59,8 +62,29 @@ GROWTH = """\
 ## How it would be run
 
 One `fathom-eval sessions` a model, with `--ray ADDRESS` and one worker a copy. A session's records are on the disk before its worker's
-next ones; a node that leaves costs the sessions in flight on it. `--workers` and `--ray` give each worker one GPU: a model whose session
-needs several must take shorter sessions or fewer methods at a time (a run takes added methods later, at the price of another prefill)."""
+next ones; a node that leaves costs the sessions in flight on it. `--device cuda:0+cuda:1 --ray ADDRESS` gives each worker two GPUs; a run
+can also take shorter sessions, or some methods first and others later, at the price of another prefill."""
+
+
+SEEN = """\
+## What was measured
+
+{model} in bfloat16 on one {device}: the sessions of `reports/published/sessions-qwen-coder-90k`, of up to 256 new tokens a branch,
+
+{sessions}
+
+and a lock-step decode at {tokens} tokens of a model of that shape with random weights, `reports/published/scale-h200/lock-step.json`: \
+{alone} a step for dense attention alone, {together} for {branches} branches, of which the GPU computes {gpu}. The rest is the host, \
+which launches {launches} kernels a layer.
+
+- **Memory** is predicted: prefix and stores were within {off} of the estimate.
+- **The prefill** ran at {prefill} (median of the sessions, all that a prefill does included; the first one compiles). The tables take \
+this rate for larger models too, whose matrices use a GPU better: likely too slow.
+- **A step** took {factor} times as long on the GPU as what it must read at least once takes at {copying}, the copy rate of \
+`reports/published/kernels-h200`; and {host} of the host a layer. The tables take the larger of the two, with the factor of a model with \
+{heads} KV heads of {channels} channels and {branches} branches for models with 8 of 128 and 20 branches: this is an extrapolation.
+- **Stores** are counted, not measured: what is read and written of them once, at the copy rate.
+- No session of more than {longest} tokens, no model above 0.5 B and no second GPU was measured here."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +108,23 @@ class Cost:
     step: Callable[[int], float]
     longest: int
     """Most tokens measured; 0 where nothing was."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns operations and bytes into seconds.
+
+    Attributes:
+        operations_a_second: Of a prefill.
+        bytes_a_second: Of the GPU's memory.
+        step_factor: GPU time of a step by the time of what it must read at least once.
+        host_a_layer: Seconds of the host for a layer of a step.
+    """
+
+    operations_a_second: float
+    bytes_a_second: float
+    step_factor: float = 1.0
+    host_a_layer: float = 0.0
 
 
 def fit(points: Sequence[tuple[int, float]], powers: Sequence[int]) -> Callable[[int], float]:
@@ -145,23 +186,64 @@ def measured_costs(lines: Sequence[dict[str, Any]]) -> dict[str, Cost]:
     }
 
 
-def counted_cost(name: str, branches: Sequence[Branch], tflops: float, bytes_a_second: float) -> Cost:
-    """Lower bounds: operations of the prefill at a rate; bytes that a step must read at least once, at the memory's rate."""
+def counted_cost(name: str, branches: Sequence[Branch], rates: Rates) -> Cost:
+    """Operations of the prefill and the bytes that a step must read at least once, at the given rates."""
     shape, weights = SHAPES[name], parameters_of(SHAPES[name])
-
-    def prefill(tokens: int) -> float:
-        attention = 2 * shape["layers"] * QUERY_HEADS * HEAD_DIM * tokens**2  # Q·K and P·V, half of the square each
-        return float((2 * weights * tokens + attention) / (tflops * 1e12))
 
     def memory(tokens: int) -> MemoryEstimate:
         return estimate_memory(facts_of(name, tokens), branches, tokens, 1, len(branches))
 
+    def step(tokens: int) -> float:
+        reading = (2 * weights + memory(tokens).prefix + memory(tokens).stores) / rates.bytes_a_second
+        return max(reading * rates.step_factor, shape["layers"] * rates.host_a_layer)
+
     return Cost(
-        prefill,
-        lambda tokens: (memory(tokens).prefix / 2 + memory(tokens).stores) / bytes_a_second,
-        lambda tokens: (2 * weights + memory(tokens).prefix + memory(tokens).stores) / bytes_a_second,
+        lambda tokens: operations(shape["layers"], QUERY_HEADS, HEAD_DIM, weights, tokens) / rates.operations_a_second,
+        lambda tokens: (memory(tokens).prefix / 2 + memory(tokens).stores) / rates.bytes_a_second,
+        step,
         0,
     )
+
+
+def seen(sessions: Sequence[Session], step: LockStep, rates: Rates) -> str:
+    """What was measured, and what is made of it."""
+    rows = [
+        [
+            f"{one.tokens:,}",
+            one.branches,
+            seconds_text(one.prefill),
+            seconds_text(one.decoding),
+            *(gib(size) for size in (one.estimated, one.held, one.peak)),
+        ]
+        for one in sessions
+    ]
+    off = max(abs(one.held / one.estimated - 1) for one in sessions)
+    head = ["tokens", "branches", "prefill", "decoding and stores", "prefix and stores estimated, GiB", "measured", "at most at once"]
+    filled = SEEN.format(
+        model=SMALL.name,
+        heads=SMALL.kv_heads,
+        channels=SMALL.head_dim,
+        device=step.device,
+        sessions=table(head, rows),
+        tokens=f"{step.tokens:,}",
+        alone=f"{1e3 * step.dense_wall:.1f} ms",
+        together=f"{1e3 * step.wall:.1f} ms",
+        gpu=f"{1e3 * step.gpu:.1f} ms",
+        branches=len(step.branches),
+        launches=f"{step.launches_a_layer:.0f}",
+        off=f"{100 * off:.4f} %",
+        prefill=f"{rates.operations_a_second / 1e12:.0f} TFLOP/s",
+        factor=f"{rates.step_factor:.1f}",
+        copying=f"{rates.bytes_a_second / 1e12:.2f} TB/s",
+        host=f"{1e3 * rates.host_a_layer:.1f} ms",
+        longest=f"{max(one.tokens for one in sessions):,}",
+    )
+    return "\n".join(line if line.startswith("|") else wrapped(line) for line in filled.splitlines())
+
+
+def wrapped(line: str) -> str:
+    """A paragraph or a point of a list in lines of at most 140 characters."""
+    return textwrap.fill(line, 140, subsequent_indent="  " if line.startswith("- ") else "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -188,7 +270,22 @@ def seconds_text(value: float) -> str:
     )
 
 
-def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source: str) -> str:
+def gpus_a_copy(name: str, plan: Plan, branches: Sequence[Branch]) -> int:
+    """How many GPUs weights and session of a model take."""
+    estimate = estimate_memory(facts_of(name, plan.tokens), branches, plan.tokens, plan.new_tokens, len(branches))
+    return math.ceil((2 * parameters_of(SHAPES[name]) + estimate.total) / (0.95 * plan.gpu_bytes))
+
+
+def gpu_hours(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch]) -> float:
+    """Of all models and sessions."""
+    hours = 0.0
+    for name, cost in costs.items():
+        session = cost.prefill(plan.tokens) + cost.stores(plan.tokens) + plan.new_tokens * cost.step(plan.tokens)
+        hours += plan.sessions * session * gpus_a_copy(name, plan, branches) / _HOUR
+    return hours
+
+
+def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source: str, evidence: str | None) -> str:
     """The document."""
     count = len(branches)
     memory_rows, time_rows, growth_rows, copies_of = [], [], [], {}
@@ -197,7 +294,7 @@ def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source:
         weights = 2 * parameters_of(SHAPES[name])
         estimate = estimate_memory(facts_of(name, plan.tokens), branches, plan.tokens, plan.new_tokens, count)
         whole = weights + estimate.total
-        needed = math.ceil(whole / (0.95 * plan.gpu_bytes))
+        needed = gpus_a_copy(name, plan, branches)
         copies_of[name] = needed
         parts = (weights, estimate.prefix, estimate.stores, estimate.tails, estimate.work, whole)
         memory_rows.append([name, *map(gib, parts), needed])
@@ -235,7 +332,7 @@ def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source:
     growth_head = ["model", "tokens", "prefill", "stores", "one step", "prefix GiB", "stores GiB"]
     parts_of_text = (
         INTRODUCTION,
-        source,
+        wrapped(source),
         run,
         total,
         MEMORY,
@@ -246,6 +343,7 @@ def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source:
         "## What grows how",
         table(growth_head, growth_rows),
         GROWTH,
+        *([] if evidence is None else [evidence]),
     )
     return "\n\n".join(parts_of_text) + "\n"
 
@@ -260,7 +358,7 @@ def main() -> int:
     add("--new-tokens", type=int, default=256)
     add("--gpus", type=int, default=8)
     add("--gpu-gib", type=float, default=139.8, help="memory of one (default: an H200's)")
-    add("--tflops", type=float, default=400.0, help="assumed of a prefill where nothing is measured")
+    add("--tflops", type=float, default=400.0, help="of the lower bound of a prefill")
     args = parser.parse_args()
     specs = parse_methods(TWENTY)
     k = 2048
@@ -272,18 +370,24 @@ def main() -> int:
         device = next(line for line in lines if line["kind"] == "device")
         costs, gpu_bytes = measured_costs(lines), device["memory_bytes"] or gpu_bytes
         source = f"Times come from `{args.measured.name}` of `benchmarks/scale.py` on one {device['name']}, torch {device['torch']}."
+    evidence = None
+    plan = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, gpu_bytes)
     if not costs:
         kernels = [json.loads(line) for line in KERNELS.read_text(encoding="utf-8").splitlines()]
-        copy = next(line for line in kernels if line["kind"] == "rate" and "HBM" in line["name"])
-        rate = copy["gbytes_per_s"] * 1e9
-        costs = {name: counted_cost(name, branches, args.tflops, rate) for name in SHAPES}
+        rate = next(line for line in kernels if line["kind"] == "rate" and "HBM" in line["name"])["gbytes_per_s"] * 1e9
+        sessions, step = read_sessions(), read_lock_step()
+        rates = Rates(prefill_rate(sessions), rate, step_factor(step, rate), step.wall_a_layer)
+        costs = {name: counted_cost(name, branches, rates) for name in SHAPES}
+        least = {name: counted_cost(name, branches, Rates(args.tflops * 1e12, rate)) for name in SHAPES}
+        evidence = seen(sessions, step, rates)
+        lengths = sorted(one.tokens for one in sessions)
+        lengths = sorted(one.tokens for one in sessions)
         source = (
-            "**Times are lower bounds, not measurements:** operations of the prefill at an assumed "
-            f"{args.tflops:.0f} TFLOP/s, and the bytes that a step reads at least once at {rate / 1e12:.2f} TB/s, the copy rate of "
-            "`reports/published/kernels-h200`. `benchmarks/scale.py` on a GPU replaces them."
+            f"**Times are extrapolated** from measurements of a small model at {lengths[0]:,} to {lengths[-1]:,} tokens (below) to these "
+            f"models and lengths. At {args.tflops:.0f} TFLOP/s, with steps that only read what they must, all would take "
+            f"{gpu_hours(plan, least, branches):,.0f} GPU hours: that is the lower bound. `benchmarks/scale.py` on a GPU replaces both."
         )
-    plan = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, gpu_bytes)
-    print(text(plan, costs, branches, source), end="")
+    print(text(plan, costs, branches, source, evidence), end="")
     return 0
 
 

@@ -4,12 +4,14 @@
     python3 scripts/test_versions.py --python 3.11 --ends low --only transformers -- tests/test_models.py
 
 The lower ends are those that pyproject.toml declares. With ``--only transformers``, torch is the newest in both. What cannot be installed
-here (no interpreter, no wheel) is said and is no failure; failing tests are.
+here (no interpreter, no wheel) is said and is no failure; failing tests are. ``--without-torch`` compiles everything and imports what needs
+no torch instead: for a Python whose only torch would be one of several gigabytes. ``--json FILE`` adds a line for each combination.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -75,6 +77,46 @@ def install(python: str, folder: Path, pinned: Sequence[str], torch_index: str |
     return None
 
 
+LIGHT = ("jinja2", "numpy", "rich", "safetensors")
+IMPORTS = """
+import compileall, importlib, json, pkgutil, sys, tempfile
+root = sys.argv[1]
+sys.path.insert(0, root)
+sys.pycache_prefix = tempfile.mkdtemp()
+folders = ("fathom_eval", "kernels", "reports", "sessions", "tasks", "scripts", "benchmarks", "tests")
+if not all(compileall.compile_dir(f"{root}/{folder}", quiet=1) for folder in folders):
+    raise SystemExit("does not compile")
+import fathom_eval
+from fathom_eval.errors import UserError
+imported, wanting = [], []
+for module in pkgutil.walk_packages(fathom_eval.__path__, "fathom_eval.", onerror=lambda name: None):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+        imported.append(module.name)
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] == "fathom_eval":
+            raise
+        wanting.append(module.name)
+    except UserError:  # says that an optional package is missing
+        wanting.append(module.name)
+print(json.dumps({"imported": len(imported), "need_more": len(wanting)}))
+"""
+
+
+def try_without_torch(python: str, folder: Path) -> dict[str, object]:
+    """Compile everything, import what can be, and print the help, with no torch."""
+    subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
+    inner = str(folder / "bin" / "python")
+    subprocess.run([inner, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *LIGHT], check=True)
+    done = subprocess.run([inner, "-P", "-c", IMPORTS, str(ROOT)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"passed": False, "problem": (done.stderr.splitlines() or ["failed"])[-1]}
+    shown = subprocess.run([inner, "-m", "fathom_eval", "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {"passed": shown.returncode == 0, **json.loads(done.stdout.splitlines()[-1])}
+
+
 def main() -> int:
     """Print a line for every combination; 1 if tests failed in one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,6 +126,8 @@ def main() -> int:
     add("--only", default=",".join(BOUNDED), metavar="A,B", help="packages that the low end holds (default: torch,transformers)")
     add("--torch-index", default=os.environ.get("TORCH_INDEX"), metavar="URL", help="package index to take torch from ($TORCH_INDEX)")
     add("--keep", action="store_true", help="keep the environments")
+    add("--without-torch", action="store_true", help="compile and import only")
+    add("--json", type=Path, metavar="FILE", help="add what was run to this file")
     add("tests", nargs="*", help="arguments of pytest (default: the fast tests)")
     args = parser.parse_args()
     bounds = lower_bounds((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -91,18 +135,34 @@ def main() -> int:
     if unknown := sorted({*only} - {*BOUNDED}):
         parser.error(f"--only: {unknown[0]} is none of {', '.join(BOUNDED)}")
     status = 0
+
+    def note(version: str, end: str, **found: object) -> None:
+        if args.json is not None:
+            with args.json.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"python": version, "end": end, **found}) + "\n")
+
     for version in args.python.split(","):
         python = find_python(version)
+        if args.without_torch and python is not None:
+            folder = ENVIRONMENTS / f"{version}-without-torch"
+            found = try_without_torch(python, folder)
+            print(f"Python {version}, without torch: {found}", flush=True)
+            note(version, "without torch", **found)
+            status = status or int(not found["passed"])
+            shutil.rmtree(folder)
+            continue
         for end in args.ends.split(","):
             name = f"Python {version}, {end}"
             if python is None:
                 print(f"{name}: not run: no such interpreter here", flush=True)
+                note(version, end, passed=None, problem="no such interpreter")
                 continue
             folder = ENVIRONMENTS / f"{version}-{end}"
             began = time.monotonic()
             problem = install(python, folder, pins(end, only, bounds), args.torch_index)
             if problem is not None:
                 print(f"{name}: not run: {problem}", flush=True)
+                note(version, end, passed=None, problem=problem)
                 continue
             inner = str(folder / "bin" / "python")
             versions = subprocess.run([inner, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.strip()
@@ -111,6 +171,7 @@ def main() -> int:
                 f"{name} ({versions}): {'passed' if code == 0 else f'failed, exit code {code}'}, {time.monotonic() - began:.0f} s",
                 flush=True,
             )
+            note(version, end, passed=code == 0, versions=versions, tests=args.tests or "all fast ones")
             status = status or int(code != 0)
             if not args.keep:
                 shutil.rmtree(folder)

@@ -63,18 +63,20 @@ STORES = (
 )  # fmt: skip
 
 
-def one_layer_output(text: str, k: int, layer: PrefixLayer | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def one_layer_output(
+    text: str, k: int, layer: PrefixLayer | None = None, scaling: float = CHANNELS**-0.5
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output of a decode step, its query, and the keys and values of all tokens."""
     layer = real_layer() if layer is None else layer
     generator = torch.Generator().manual_seed(4)
     own = torch.randn(2, 1, 2, 10, CHANNELS, generator=generator)
     query = queries(1)
     prefix = Prefix(tuple(range(layer.keys.shape[1] + 1)), (layer,))
-    output = BranchBatch(prefix, [Branch(parse_method(text), k)], FACTS).attend(0, query, own[0], own[1], CHANNELS**-0.5)
+    output = BranchBatch(prefix, [Branch(parse_method(text), k)], FACTS).attend(0, query, own[0], own[1], scaling)
     return output[0], query[0], torch.cat([layer.keys, own[0, 0]], dim=1), torch.cat([layer.values, own[1, 0]], dim=1)
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, inside: Tensor) -> Tensor:
+def attention(query: Tensor, keys: Tensor, values: Tensor, inside: Tensor, scaling: float = CHANNELS**-0.5) -> Tensor:
     """Over the tokens where ``inside`` is True."""
-    weights = (query @ keys.transpose(-1, -2) * CHANNELS**-0.5).masked_fill(~inside, -torch.inf).softmax(-1)
+    weights = (query @ keys.transpose(-1, -2) * scaling).masked_fill(~inside, -torch.inf).softmax(-1)
     return weights @ values

@@ -31,13 +31,15 @@ from fathom_eval.calibration_file import (
     statistics_of,
 )
 from fathom_eval.errors import UserError
-from fathom_eval.fidelity import capture
+from fathom_eval.fidelity_capture import capture
 from fathom_eval.fidelity_layer import LayerComparison
 from fathom_eval.layer_plan import BUDGETS, greedy_plan, layer_errors
-from fathom_eval.methods import parse_method
+from fathom_eval.methods import MethodSpec, parse_method
+from fathom_eval.methods.fathom import Fathom
 from fathom_eval.models import LoadedModel
 from fathom_eval.prefill import prefill
 from fathom_eval.run import Run
+from fathom_eval.selection import Policy
 from fathom_eval.sessions import builtin
 from fathom_eval.tasks.haystack import Haystack
 from tests.tiny import save_tiny, tiny_model
@@ -337,6 +339,11 @@ def test_errors_of_layers_fall_with_their_budget(tiny: LoadedModel, window: list
     for row in errors:
         assert row[0] > row[-1] >= 0
         assert row[0] < 2
+    # Against exact top-k, not against dense attention.
+    least, specs = MethodSpec(Fathom(budget=BUDGETS[0], basis="klt"), Policy()), dict[MethodSpec, str]()
+    comparison = LayerComparison(capture(tiny, window, 8)[1], 1, [Branch(least, 60)], tiny.facts, full_window=False, failures=specs)
+    found = torch.cat([outcome.exact_error for _, _, outcome in comparison.outcomes()])
+    assert errors[1][0] == pytest.approx(found.mean().item(), rel=1e-5)
 
 
 def test_warnings_name_what_a_reader_should_know(tiny: LoadedModel, window: list[int]) -> None:

@@ -29,7 +29,7 @@ def test_the_fidelity_table_is_the_published_runs() -> None:
     start = published.index(table[0])
     assert published[start : start + len(table)] == table
     assert not published[start + len(table)].startswith("|")
-    assert len(table) == 2 + 47
+    assert len(table) == 2 + 42
 
 
 def test_what_the_fidelity_document_says_of_its_table() -> None:

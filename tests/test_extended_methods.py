@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +16,8 @@ from torch import Tensor
 from fathom_eval.branches import Branch, BranchBatch, batch_order
 from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
-from fathom_eval.fidelity import Unit, capture, evaluate
+from fathom_eval.fidelity import Unit, evaluate
+from fathom_eval.fidelity_capture import capture
 from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
 from fathom_eval.methods import MethodSpec, parse_method
 from fathom_eval.methods.base import Method
@@ -91,6 +93,49 @@ def test_sets_are_no_larger_than_they_may_be_and_bits_are_counted(
     if spec.method.declares:
         assert torch.equal(batch.counts.scan_bits.double(), batch.counts.declared_bits)
     assert prefix.checksum() == before
+
+
+def test_h2o_sums_what_the_heads_of_a_group_give() -> None:
+    """Not their maximum: the tokens that one head alone attends to come after those that all attend to."""
+    received = torch.zeros(2, 3, 300)
+    received[:, 0, 100:130], received[:, :, 150:180] = 2.0, 1.0
+    layer = dataclasses.replace(layer_prefix(3, 64, 300, torch.float32).layers[0], observations={ReceivedAttention(): received})
+    index = parse_method("h2o").method.index(layer, FACTS)
+    assert index[:, 100:180].topk(30).indices.sort(-1).values.tolist() == [list(range(50, 80))] * 2
+
+
+def test_the_recent_tokens_of_h2o_must_fit_beside_the_sink() -> None:
+    parse_method("h2o:recent=0.9").check(FACTS, [60])
+    with pytest.raises(UserError, match=r"recent=0\.95 of k=60 are 57 tokens, more than the 56 that the sink of 4 leaves"):
+        parse_method("h2o:recent=0.95").check(FACTS, [60])
+
+
+def test_a_threshold_is_a_margin_in_scaled_logits() -> None:
+    scores = torch.tensor([[[[10.0, 7.1, 6.9, -torch.inf]]]])
+    step: Any = types.SimpleNamespace(scaling=0.5)
+    found = parse_method("threshold:margin=1.5").method.rank(scores, step)
+    assert found.tolist() == [[[[10.0, scores[..., 1].item(), -torch.inf, -torch.inf]]]]
+    for margin in ("nan", "-1"):
+        with pytest.raises(UserError, match="must be at least 0"):
+            parse_method(f"threshold:margin={margin}").check(FACTS, [60])
+
+
+@pytest.mark.parametrize("text", ["threshold", "infllm"])
+def test_the_union_of_a_method_with_hooks_is_attended_to(text: str) -> None:
+    """What each head finds, against attention to the union of it."""
+    own, union = parse_method(f"{text}:share=head"), parse_method(f"{text}:share=head:attend=union")
+    prefix = observed(layer_prefix(3, 64, 300, torch.float32), 3, [own], FACTS)
+    batch, outputs = attend(prefix, [Branch(own, 60), Branch(union, 60)], FACTS)
+    assert batch.counts.rows[0] == batch.counts.rows[1]
+    alike = torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4)
+    assert alike == (batch.counts.rows[0].item() == 2 * 60), "only where the heads find the same"
+
+
+def test_weights_of_a_sample_need_the_head_that_drew_it() -> None:
+    for switch in ("share=group_sum", "share=group_max", "attend=union"):
+        with pytest.raises(UserError, match="each head weighs what it has sampled itself"):
+            parse_method(f"magicpig:{switch}").check(FACTS, [60])
+    parse_method("magicpig").check(FACTS, [60])
 
 
 def test_one_set_of_h2o_serves_the_group() -> None:
@@ -226,7 +271,7 @@ STATELESS = (
         parse_method(text)
         for text in ("retroinfer", "retroinfer_published", "retroinfer_published:local=16:attend=union", "infllm", *INDEXES)
     ),
-    *(parse_method(text) for text in ("shadowkv:outlier=2", "infinigen", "infinigen_published:dense_layers=none", "infinigen:query=own")),
+    *(parse_method(text) for text in ("shadowkv:outlier=2", "infinigen", "infinigen_skewed:dense_layers=none", "infinigen:query=own")),
     *(parse_method(text) for text in ("fathom:by_ratio=true", "fathom:by_ratio=true:basis=raw:budget=90:local=20")),
     *(toy(method) for method in (Remainder(), Ahead(), Ratio(), Infinite(), Nothing())),
     toy(Infinite(), rerank=2.0, reallocate=True),
@@ -487,6 +532,47 @@ def test_observations_are_what_the_definitions_say(chunk: int, monkeypatch: pyte
     assert prefill(loaded, ids).layers[0].observations == {}
 
 
+@pytest.mark.parametrize("where", ["start", "add", "result"])
+def test_an_observation_that_fails_ends_the_methods_that_ask_for_it_only(where: str) -> None:
+    class Accumulator:
+        def add(self, query: Tensor, keys: Tensor, scaling: float) -> None:
+            if where == "add":
+                raise ValueError("no add")
+
+        def result(self) -> Any:
+            raise ValueError("no result")
+
+    @dataclass(frozen=True)
+    class Curious(Observation):
+        def start(self) -> Any:
+            if where == "start":
+                raise ValueError("no start")
+            return Accumulator()
+
+    @dataclass(frozen=True)
+    class Asking(Toy):
+        name: ClassVar[str] = "asking"
+
+        def observes(self, facts: ModelFacts) -> tuple[Observation, ...]:
+            return (Curious(),)
+
+        def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
+            return layer.observations[Curious()]
+
+    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
+    # A plan is what makes a fidelity run ask for the index.
+    specs = [MethodSpec(type("Planned", (SparQ, Asking), {"index": Asking.index, "name": "planned"})(), Policy()), parse_method("h2o")]
+    [[bad, good]] = evaluate(
+        loaded,
+        FixedWindows(token_ids(loaded, 200)),
+        [Unit(200, 0, tuple(Branch(spec, 60) for spec in specs))],
+        positions=4,
+        full_window=False,
+    )
+    assert good["finish"] == "complete"
+    assert f"RuntimeError: Curious failed: ValueError: no {where}" in bad["error"]
+
+
 # Defaults of a method
 
 
@@ -499,7 +585,7 @@ class Published(Toy):
 
 
 def test_a_methods_own_policy_can_be_overridden_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fathom_eval.methods.registry", lambda: {"published": Published})
+    monkeypatch.setattr("fathom_eval.methods.registry", lambda wanted: {"published": Published})
     plain, back = parse_method("published"), parse_method("published:dense_layers=none:sink=4:dense_every=0:share=head")
     assert plain.label == "published"
     assert plain.options == {"share": "group_sum", "sink": 0, "dense_layers": [0, 1], "dense_every": 16}

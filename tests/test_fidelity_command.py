@@ -16,7 +16,8 @@ import fathom_eval.fidelity as fidelity_module
 import fathom_eval.methods as methods_module
 from fathom_eval import cli
 from fathom_eval.errors import UserError
-from fathom_eval.fidelity import METRICS, Windows
+from fathom_eval.fidelity import METRICS
+from fathom_eval.fidelity_windows import Windows
 from fathom_eval.methods.sparq import SparQ
 from fathom_eval.methods.uniform import Thumbnail
 from fathom_eval.models import ModelFacts

@@ -346,6 +346,31 @@ def test_a_graph_finds_most_of_the_best_and_counts_what_it_looked_at() -> None:
     assert torch.equal(more.bits - reads.bits, torch.full((2, 2), 64 * 16 * CHANNELS))
 
 
+@needs_faiss
+def test_a_graph_reads_a_key_once_for_a_group() -> None:
+    layer, query = real_layer(), queries()
+    spec = parse_method("retrieval_attention:kind=hnsw:candidates=320").method.store(FACTS)
+    assert spec is not None
+    _, reads = spec.build(layer, TOKENS).scan(query, query, None)
+    assert reads.bits.unique().tolist() == [16 * CHANNELS * TOKENS], "every head looks at every key"
+
+
+@needs_faiss
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind=hnsw:probes=0.2", "probes does nothing with kind=hnsw"),
+        ("kind=hnsw:size=32", "size does nothing with kind=hnsw"),
+        ("candidates=300", "candidates does nothing with kind=ivf"),
+        ("kind=hnsw:candidates=127", "candidates=127 must be at least k=128"),
+    ],
+)
+def test_options_of_an_index_that_cannot_matter_or_starve_k_are_errors(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_method(f"retrieval_attention:{text}").check(FACTS, [128])
+    parse_method("retrieval_attention:kind=hnsw").check(FACTS, [256])
+
+
 def test_a_missing_faiss_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"the package faiss is not installed; pip install 'fathom-eval\[faiss\]'"):
@@ -395,7 +420,7 @@ def test_skewing_keeps_products_and_gathers_the_queries_in_few_columns() -> None
     torch.testing.assert_close(along, torch.ones_like(along), atol=1e-3, rtol=0)
     query = prompt[:, : 2 * GROUP].unflatten(1, (2, GROUP)).transpose(0, 1).contiguous()
     exact = query @ layer.keys.transpose(-1, -2)
-    full, reads = scanned("infinigen_published:r=64", layer, query)
+    full, reads = scanned("infinigen_skewed:r=64", layer, query)
     torch.testing.assert_close(full, exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
     assert reads.bits.unique().tolist() == [16 * 64 * TOKENS]
 
@@ -403,8 +428,9 @@ def test_skewing_keeps_products_and_gathers_the_queries_in_few_columns() -> None
         found = scanned(text, layer, query)[0]
         return float((found - exact - (found - exact).mean(-1, keepdim=True)).norm())
 
-    assert off("infinigen_published:r=8") < 0.5 * off("sparq_published:r=8")
-    assert parse_method("infinigen_published").policy.dense_layers == (0,)
+    assert off("infinigen_skewed:r=8") < 0.5 * off("sparq_published:r=8")
+    assert parse_method("infinigen_skewed").policy.dense_layers == (0,)
+    assert not parse_method("infinigen_skewed").method.published, "the authors use another query"
 
 
 # Budget by ratio
@@ -456,7 +482,7 @@ def test_a_budget_by_ratio_needs_a_budget_that_is_free(text: str) -> None:
     [
         [f"retroinfer:size={size}" for size in (64, 16, 4, 1)],
         [f"infinigen:query=own:r=D/{divisor}" for divisor in (16, 8, 4, 2)],
-        [f"infinigen_published:query=own:dense_layers=none:r=D/{divisor}" for divisor in (8, 4, 2)],
+        [f"infinigen_skewed:query=own:dense_layers=none:r=D/{divisor}" for divisor in (8, 4, 2)],
         pytest.param([f"retrieval_attention:size=20:probes={share}" for share in (0.1, 0.3, 0.6)], marks=needs_faiss),
         [f"fathom:by_ratio=true:budget={budget}" for budget in (40, 80, 160)],
     ],

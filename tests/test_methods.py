@@ -38,7 +38,7 @@ FURTHER = (
     "shadowkv:outlier=2",
     "retroinfer",
     "infinigen",
-    "infinigen_published:dense_layers=none",
+    "infinigen_skewed:dense_layers=none",
     "self_indexing",
     "kivi",
     "kivi:bits=4:group=64",
@@ -469,6 +469,17 @@ def test_loki_orders_by_score_variance_and_double_sparsity_by_both_magnitudes() 
     assert (loki[:, :4] == 0).any(), "not simply the widest directions of the keys"
 
 
+def test_double_sparsity_goes_by_the_magnitude_of_keys_and_not_by_their_variance() -> None:
+    """A channel of one large value all along has no variance, and is what the paper's statistic takes first."""
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randn(2, 300, 16, generator=generator)
+    keys[..., :4] = 5.0
+    statistics = QueryStatistics()
+    statistics.add(torch.randn(2, 3, 300, 16, generator=generator))
+    index = parse_method("double_sparsity:c=4").method.index(PrefixLayer(keys, keys, statistics), facts_of(3, 16))
+    assert index.nonzero()[:, 1].tolist() == [0, 1, 2, 3] * 2
+
+
 def test_fathom_plans_with_the_variance_of_its_own_basis() -> None:
     layer, facts = layer_prefix(3, 64, 300, torch.float32).layers[0], facts_of(3, 64)
     for basis, variance in (("raw", layer.keys.var(1)), ("klt", layer.key_statistics.basis.variance)):
@@ -477,7 +488,7 @@ def test_fathom_plans_with_the_variance_of_its_own_basis() -> None:
 
 
 def test_the_temperature_of_reallocation_follows_what_the_scan_covered(tiny: LoadedModel) -> None:
-    """The mass that SparQ gives to the mean value, against its formula: softmax(s / sqrt(D·‖q̂‖₁/‖q‖₁)) outside the selected set."""
+    """The mass that SparQ gives to the mean value: softmax(s / sqrt(D·‖q̂‖₁/‖q‖₁)) outside the selected set, the unsealed scored exactly."""
     prefix = prefill(tiny, prompt(tiny, 300))
     query, keys, values = step(3, 16, 1, torch.float32)
     plain, found = (
@@ -493,8 +504,9 @@ def test_the_temperature_of_reallocation_follows_what_the_scan_covered(tiny: Loa
     plan = torch.nn.functional.one_hot(channel, 16).unsqueeze(0) * 4
     scores = torch.cat([store.scan(query, query, plan)[0][0], query[0] @ all_keys[:, 256:].transpose(-1, -2)], dim=-1)
     picked = query[0].abs().gather(-1, channel[:, None, None].expand(2, 3, 1)).squeeze(-1)
-    temperature = (16 * picked / query[0].abs().sum(-1)).sqrt().unsqueeze(-1)
-    weights = (scores / temperature).softmax(-1)
+    logits = scores / 4
+    logits[..., :256] /= (picked / query[0].abs().sum(-1)).sqrt().unsqueeze(-1)
+    weights = logits.softmax(-1)
     best = scores[..., 4:-32].topk(24).indices + 4
     expected = weights[..., 4:-32].sum(-1) - weights.gather(-1, best).sum(-1)
     torch.testing.assert_close(missed[0], expected, rtol=1e-3, atol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,11 @@ from fathom_eval.branches import Branch
 from fathom_eval.cli import main
 from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
-from fathom_eval.methods import parse_method, registry
+from fathom_eval.methods import BUILT_IN, MethodSpec, parse_method, registry
+from fathom_eval.methods.sparq import SparQ
 from fathom_eval.prefill import prefill
+from fathom_eval.selection import Policy
+from tests.key_layers import facts_of
 from tests.tiny import tiny_model
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -55,19 +59,37 @@ def test_the_example_of_the_guide_runs_from_another_package(
         parse_method("weighted_channels:r=17").check(tiny.facts, [60])
 
 
-def test_an_entry_point_that_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "Broken = 3\n", "broken = your_package:Broken")
-    with pytest.raises(UserError, match=r"'broken' of group fathom_eval\.methods is not a subclass of Method"):
-        registry()
+@pytest.mark.parametrize(
+    ("code", "entry", "message"),
+    [
+        ("Broken = 3\n", "none = your_package:Broken", r"'none' of group fathom_eval\.methods is not a subclass of Method"),
+        ("from fathom_eval.methods.sparq import SparQ\n", "mine = your_package:SparQ", "'sparq', which exists already"),
+        (
+            "import no_such_module\n",
+            "broken = your_package:Broken",
+            r"plug-in 'broken' .*cannot be loaded: No module named 'no_such_module'",
+        ),
+        ("1 / 0\n", "divided = your_package:Broken", r"plug-in 'divided' .*cannot be loaded: division by zero"),
+    ],
+)
+def test_a_broken_entry_point_is_left_out_with_a_warning_and_an_error_where_it_is_named(
+    code: str, entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, monkeypatch, code, entry)
+    assert set(registry()) == {method.name for method in BUILT_IN}
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"warning: .*{message}; it is left out\n", said)
+    parse_method("sparq")
+    assert not capsys.readouterr().err, "once is enough"
+    with pytest.raises(UserError, match=message):
+        parse_method(entry.split()[0])
 
 
-def test_an_entry_point_cannot_replace_a_built_in_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "from fathom_eval.methods.sparq import SparQ\n", "mine = your_package:SparQ")
-    with pytest.raises(UserError, match="'sparq', which exists already"):
-        registry()
+@pytest.mark.parametrize("hook", ["check", "observes", "store", "label", "line", "forced_tokens", "check_k"])
+def test_what_a_method_raises_before_a_run_is_an_error_that_names_it(hook: str) -> None:
+    def fail(self: Any, *args: Any) -> Any:
+        raise KeyError("x")
 
-
-def test_an_entry_point_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "import no_such_module\n", "broken = your_package:Broken")
-    with pytest.raises(UserError, match=r"plug-in 'broken' .*cannot be loaded: No module named 'no_such_module'"):
-        registry()
+    spec = MethodSpec(type("Failing", (SparQ,), {"name": "failing", hook: fail})(), Policy())
+    with pytest.raises(UserError, match=r"method 'failing': its \w+ failed: KeyError: 'x'"):
+        spec.check(facts_of(), [60])

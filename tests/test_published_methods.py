@@ -35,8 +35,8 @@ def test_loki_in_fp16_and_as_published() -> None:
         expected = read @ coordinates.transpose(-1, -2) + common
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)
         assert reads.bits.unique().tolist() == [16 * 16 * TOKENS]
-    assert parse_method("loki_published").policy.sink == 0
-    assert parse_method("loki_published").policy.local == 1
+    for text in ("loki_published", "quest_published", "double_sparsity_published", "infinigen_skewed"):
+        assert (parse_method(text).policy.sink, parse_method(text).policy.local) == (0, 1), "the authors' selection keeps neither"
     assert parse_method("loki:bits=16").method.typical_bits(128) == "512"
 
 
@@ -59,20 +59,23 @@ def test_what_a_column_store_does_not_read_cannot_reach_a_score() -> None:
         assert not torch.equal(spoiled.scan(query[:1], projected[:1], plan[:1])[0], clean.scan(query[:1], projected[:1], plan[:1])[0])
 
 
-def test_sparq_as_published_selects_one_set_by_scores_at_each_heads_temperature() -> None:
-    output, query, keys, values = one_layer_output("sparq_published:r=8", 80)
+@pytest.mark.parametrize("scaling", [CHANNELS**-0.5, 0.3])
+def test_sparq_as_published_selects_one_set_by_scores_at_each_heads_temperature(scaling: float) -> None:
+    output, query, keys, values = one_layer_output("sparq_published:r=8", 80, scaling=scaling)
     magnitude = query.abs()
     read = torch.zeros(2, CHANNELS).scatter_(-1, magnitude.sum(1).topk(8).indices, 1.0).unsqueeze(1)
     sealed = (len(keys[0]) - 32) // 64 * 64
     rounded = torch.cat([keys[:, :sealed].half().float(), keys[:, sealed:]], dim=1)
     # Tokens that are not sealed are scored exactly.
     scores = torch.cat([(query * read) @ rounded[:, :sealed].transpose(-1, -2), query @ rounded[:, sealed:].transpose(-1, -2)], dim=-1)
-    scores = scores / (CHANNELS * (magnitude * read).sum(-1) / magnitude.sum(-1)).sqrt().unsqueeze(-1)
+    scores = scores * scaling
+    # With a scaling of D^−1/2 this is √(D·‖q̂‖₁/‖q‖₁).
+    scores[..., :sealed] /= ((magnitude * read).sum(-1) / magnitude.sum(-1)).sqrt().unsqueeze(-1)
     inside = torch.zeros(2, 1, len(keys[0]), dtype=torch.bool)
     inside[..., -32:] = True
     inside.scatter_(-1, scores.sum(1, keepdim=True)[..., :-32].topk(80 - 32).indices, True)
     mass = (scores.softmax(-1) * inside).sum(-1, keepdim=True)
-    expected = mass * attention(query, keys, values, inside) + (1 - mass) * values.mean(1).unsqueeze(1)
+    expected = mass * attention(query, keys, values, inside, scaling) + (1 - mass) * values.mean(1).unsqueeze(1)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """How a model is loaded, apart from ``--model`` itself."""
     add = parser.add_argument
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N, or cuda:0+cuda:1 for one model on both")
     add("--revision", help="of a hub model")
     add("--rope-scaling", metavar="TYPE:F", help="for example yarn:4")
     add("--trust-remote-code", action="store_true", help="run code that comes with a model")
@@ -52,12 +52,13 @@ def at_least_one(value: int, flag: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """The device in words: the card, or the CPU with its threads."""
+    """The device, or several joined by ``+``, in words: the card, or the CPU with its threads."""
     import os
     import platform
 
     import torch
 
     if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
+        names = [torch.cuda.get_device_name(one) for one in device.split("+")]
+        return ", ".join(f"{names.count(name)} × {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names))
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(quiet=args.quiet, json=args.json)
     import torch
 
-    from fathom_eval.models import resolve_device
+    from fathom_eval.devices import resolve_device
 
     device = resolve_device(args.device)
     with torch.inference_mode():
@@ -235,7 +235,7 @@ def _sources(
             )
             for index in indexes
         ]
-    from fathom_eval.fidelity import Windows
+    from fathom_eval.fidelity_windows import Windows
     from fathom_eval.models import load_model
     from fathom_eval.offload.arena import check_index
     from fathom_eval.offload.scans import check_spec

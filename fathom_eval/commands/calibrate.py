@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     path = path or _default_path(args, loaded, source)
     if args.tokens < _FEW_TOKENS_A_CHANNEL * facts.head_dim:
         console.warn(f"{args.tokens} tokens are few for a covariance of {facts.head_dim} channels: a basis from them is noise in part")
-    console.say(f"{facts.name} ({facts.dtype}, {facts.device}), {source.name}: {windows} windows of {args.context} tokens")
+    console.say(f"{facts.name} ({facts.dtype}, {facts.place}), {source.name}: {windows} windows of {args.context} tokens")
     return _measure(args, console, loaded, source, cut, windows, means, path)
 
 

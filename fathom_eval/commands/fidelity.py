@@ -21,7 +21,8 @@ from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
-    from fathom_eval.fidelity import FidelityWork, Unit, WindowSource
+    from fathom_eval.fidelity import FidelityWork, Unit
+    from fathom_eval.fidelity_windows import WindowSource
     from fathom_eval.models import LoadedModel
     from fathom_eval.run import Run
     from fathom_eval.session_data import SourceSettings
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     details = {
         "kind": "fidelity",
         "model": facts.name,
-        "device": device_name(facts.device),
+        "device": device_name(facts.place),
         "dtype": facts.dtype,
         "haystack": {"name": text.name, "origin": text.origin if isinstance(text, Haystack) else "agent sessions"},
         "versions": dict(versions()),
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         units = missing_units(opened, contexts, args.windows, branches)
         kept = f"; {len(opened)} records are there already" if len(opened) else ""
         console.say(
-            f"{facts.name} ({facts.dtype}, {facts.device}), {text.name}: {len(units)} windows to do, "
+            f"{facts.name} ({facts.dtype}, {facts.place}), {text.name}: {len(units)} windows to do, "
             f"the last {args.positions} positions of each, {len(branches)} branches{kept}"
         )
         _measure(console, loaded, windows, opened, units, work, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     from fathom_eval.errors import UserError
-    from fathom_eval.methods import EVERY, PAPER, registry
+    from fathom_eval.methods import EVERY, PAPER, asked, registry
     from fathom_eval.selection import Policy
 
     if args.head_dim < 1:
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     for name, kind in registry().items():
         method = kind()
         try:
-            bits = method.typical_bits(args.head_dim)
+            bits = asked(method, "typical_bits", functools.partial(method.typical_bits, args.head_dim))
         except UserError as error:
             bits = f"not at head_dim {args.head_dim}: {error}"
         entries.append(

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     details: dict[str, Any] = {
         "kind": "ruler",
         "model": facts.name,
-        "device": device_name(facts.device),
+        "device": device_name(facts.place),
         "dtype": facts.dtype,
         "haystack": {"name": haystack.origin if haystack.name == "file" else haystack.name, "origin": haystack.origin},
         "versions": dict(versions()),
@@ -182,7 +182,7 @@ def _say_plan(console: Console, opened: Run, units: int, branches: int, loaded: 
     done = len(opened)
     kept = f"; {done} records are there already" if done else ""
     console.say(
-        f"{facts.name} ({facts.dtype}, {facts.device}), haystack {haystack}: {units} samples to do, up to {branches} branches each{kept}"
+        f"{facts.name} ({facts.dtype}, {facts.place}), haystack {haystack}: {units} samples to do, up to {branches} branches each{kept}"
     )
 
 

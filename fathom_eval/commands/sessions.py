@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     details = {
         "kind": "sessions",
         "model": facts.name,
-        "device": device_name(facts.device),
+        "device": device_name(facts.place),
         "dtype": facts.dtype,
         "trajectories": {"name": source.name, "scripted": args.trajectories is None},
         "versions": dict(versions()),
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         units = missing_units(opened, data, branches)
         kept = f"; {len(opened)} records are there already" if len(opened) else ""
         console.say(
-            f"{facts.name} ({facts.dtype}, {facts.device}), trajectories: {source.name}; {data.rendering}: "
+            f"{facts.name} ({facts.dtype}, {facts.place}), trajectories: {source.name}; {data.rendering}: "
             f"{len(units)} of {len(data.sessions)} sessions to do, {len(branches)} branches each{kept}"
         )
         settings = DecodeSettings(args.max_new_tokens, args.batch_size, not args.no_text, not (args.no_text or args.no_recorded_text))

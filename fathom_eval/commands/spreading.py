@@ -55,7 +55,7 @@ def release_weights(loaded: LoadedModel) -> None:
     """Give the memory of the weights back: the workers have their own, and this process needs but the tokenizer and the facts."""
     import torch
 
-    loaded.model.to("meta")
+    torch.nn.Module.to(loaded.model, "meta")  # a spread model's own method warns against moving it
     if loaded.facts.device.startswith("cuda"):
         torch.cuda.empty_cache()
 
@@ -69,10 +69,11 @@ def spread_units(
     failed: Callable[[UnitT, str], list[dict[str, Any]]],
 ) -> Iterator[tuple[UnitT, Measured]]:
     """See :func:`fathom_eval.workers.spread`, with the workers that the arguments ask for."""
-    from fathom_eval.workers import process_slots, ray_slots, spread, worker_identity
+    from fathom_eval.worker_slots import process_slots, ray_slots
+    from fathom_eval.workers import spread, worker_identity
 
     # A GPU that is named is meant; otherwise every worker gets its own.
-    device = args.device if ":" in args.device else facts.device.split(":")[0]
+    device = facts.place if ":" in args.device else facts.device.split(":")[0]
     with contextlib.ExitStack() as stack:
         slots: list[Slot]
         if args.ray is not None:

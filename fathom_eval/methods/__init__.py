@@ -7,20 +7,23 @@ method: ``sparq:r=D/4:rerank=2``.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fathom_eval.errors import UserError, did_you_mean
+from fathom_eval.gguf_models import one_line
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.controls import Dense, ExactTopK
 from fathom_eval.methods.double_sparsity import DoubleSparsity, DoubleSparsityPublished
 from fathom_eval.methods.fathom import Fathom
 from fathom_eval.methods.h2o import H2O
-from fathom_eval.methods.infinigen import InfiniGen, InfiniGenPublished
+from fathom_eval.methods.infinigen import InfiniGen, InfiniGenSkewed
 from fathom_eval.methods.infllm import InfLLM, InfLLMPublished
 from fathom_eval.methods.landmark import Landmark
 from fathom_eval.methods.loki import Loki, LokiPublished
@@ -36,10 +39,13 @@ from fathom_eval.methods.streaming_llm import StreamingLLM
 from fathom_eval.methods.threshold import Threshold
 from fathom_eval.methods.uniform import Full, Thumbnail
 from fathom_eval.methods.uniform_depth import UniformDepth
+from fathom_eval.observations import needed_observations
 from fathom_eval.selection import Policy
 
 if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
+
+T = TypeVar("T")
 
 BUILT_IN: tuple[type[Method], ...] = (
     Dense,
@@ -69,7 +75,7 @@ BUILT_IN: tuple[type[Method], ...] = (
     MagicPIGPublished,
     RetrievalAttention,
     InfiniGen,
-    InfiniGenPublished,
+    InfiniGenSkewed,
     SelfIndexing,
     Kivi,
     TurboQuant,
@@ -129,7 +135,7 @@ EVERY = (
     "retrieval_attention:kind=hnsw",
     "infinigen",
     "infinigen:query=own",
-    "infinigen_published",
+    "infinigen_skewed",
     "self_indexing",
     "kivi",
     "turboquant",
@@ -140,20 +146,62 @@ EVERY = (
 _NAMED = {"paper": PAPER, "all": EVERY}
 
 
-def registry() -> dict[str, type[Method]]:
-    """All methods by name: the built-in ones and those that installed packages give in the group ``fathom_eval.methods``."""
+def registry(wanted: str | None = None) -> dict[str, type[Method]]:
+    """All methods by name: the built-in ones and those that installed packages give in the group ``fathom_eval.methods``.
+
+    An entry point that gives no method is left out with a warning on stderr, so that one broken package ends no other's run.
+
+    Args:
+        wanted: The method that is asked for.
+
+    Raises:
+        UserError: The entry point of that name is a broken one.
+    """
     methods = {method.name: method for method in BUILT_IN}
     for entry in entry_points(group="fathom_eval.methods"):
         try:
-            method = entry.load()
-        except Exception as error:
-            raise UserError(f"the method plug-in '{entry.name}' ({entry.value}) cannot be loaded: {error}") from error
-        if not (isinstance(method, type) and issubclass(method, Method)):
-            raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
-        if method.name in methods:
-            raise UserError(f"the entry point '{entry.name}' names a method '{method.name}', which exists already")
+            method = _loaded(entry, methods)
+        except UserError as error:
+            if entry.name == wanted and wanted not in methods:
+                raise
+            _warn(str(error))
+            continue
         methods[method.name] = method
     return methods
+
+
+def _loaded(entry: EntryPoint, methods: Container[str]) -> type[Method]:
+    try:
+        method = entry.load()
+    except Exception as error:
+        raise UserError(f"the method plug-in '{entry.name}' ({entry.value}) cannot be loaded: {one_line(error)}") from error
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
+    if (name := getattr(method, "name", None)) is None:
+        raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is a method without a name")
+    if name in methods:
+        raise UserError(f"the entry point '{entry.name}' names a method '{name}', which exists already")
+    return method
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Say it once: the registry is asked for every method of a list."""
+    print(f"warning: {message}; it is left out", file=sys.stderr)
+
+
+def asked(method: Method, what: str, call: Callable[[], T]) -> T:
+    """What a method answers before a run.
+
+    Raises:
+        UserError: It raised something; the method is named.
+    """
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"method '{method.name}': its {what} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -203,12 +251,16 @@ class MethodSpec:
 
     def check(self, facts: ModelFacts, k_values: Iterable[int]) -> None:
         """Raise :class:`UserError` for what cannot work with this model and these k."""
-        self.method.check(facts)
+        method = self.method
+        asked(method, "label", lambda: (self.label, self.line))
+        asked(method, "check", lambda: method.check(facts))
+        asked(method, "observes", lambda: needed_observations([method], facts))
+        store = asked(method, "store", lambda: method.store(facts))
         usual = self.method.policy_defaults().get("dense_layers", ())
         for layer in self.policy.dense_layers:
             if not 0 <= layer < facts.layers and layer not in usual:
                 raise UserError(f"{self.label}: dense layer {layer} is not in 0..{facts.layers - 1}")
-        if self.method.store(facts) is None:
+        if store is None:
             if changed := ", ".join(self._changed_policy()):
                 raise UserError(f"{self.label}: {self.method.name} attends to everything, so {changed} does nothing")
             return
@@ -216,19 +268,27 @@ class MethodSpec:
             raise UserError(f"{self.label}: exact ranks by exact scores, so rerank does nothing")
         if not self.method.capped and self.policy.rerank != 1:
             raise UserError(f"{self.label}: {self.method.name} attends to all that it finds, so rerank does nothing")
+        # A sample's weight is right for the head that drew it.
+        if self.method.overrides("log_weights") and (self.policy.share != "head" or self.policy.attend == "union"):
+            raise UserError(
+                f"{self.label}: each head weighs what it has sampled itself, so share=head and attend=own are what it can run with"
+            )
         self.check_k(k_values)
 
     def check_k(self, k_values: Iterable[int]) -> None:
         """Raise :class:`UserError` for k that leave nothing to select. It needs no model."""
         if self.method.control and self.method.name != "exact":
             return
-        forced = self.method.forced_tokens()
+        method = self.method
+        label = asked(method, "label", lambda: self.label)
+        forced = asked(method, "forced_tokens", method.forced_tokens)
         for k in k_values:
-            self.policy.check(k, self.label)
+            self.policy.check(k, label)
+            asked(method, "check_k", functools.partial(method.check_k, k, self.policy))
             least = self.policy.sink + self.policy.local + forced
             if k <= least:
                 raise UserError(
-                    f"{self.label}: k={k} leaves nothing to select; it must be above sink + local + the {forced} tokens that are always "
+                    f"{label}: k={k} leaves nothing to select; it must be above sink + local + the {forced} tokens that are always "
                     f"taken = {least}"
                 )
 
@@ -240,7 +300,7 @@ def parse_method(text: str) -> MethodSpec:
         UserError: An unknown method or option, or a value of the wrong kind.
     """
     name, *parts = text.strip().split(":")
-    methods = registry()
+    methods = registry(name)
     if name not in methods:
         raise UserError(f"unknown method '{name}'; {did_you_mean(name, methods)}")
     kind = methods[name]
@@ -255,9 +315,14 @@ def parse_method(text: str) -> MethodSpec:
         if option in given:
             raise UserError(f"method '{text}' gives the option '{option}' twice")
         given[option] = _convert(value, own.get(option, shared.get(option)), f"method '{name}', option '{option}'")
-    method = kind(**{option: value for option, value in given.items() if option in own})
+    try:
+        method = kind(**{option: value for option, value in given.items() if option in own})
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"method '{text}' cannot be made: {type(error).__name__}: {one_line(error)}") from error
     policy = {option: value for option, value in given.items() if option not in own}
-    return MethodSpec(method, Policy(**{**method.policy_defaults(), **policy}))
+    return MethodSpec(method, Policy(**{**asked(method, "policy_defaults", method.policy_defaults), **policy}))
 
 
 def parse_methods(text: str) -> list[MethodSpec]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
     from fathom_eval.observations import Observation
     from fathom_eval.prefill import PrefixLayer
+    from fathom_eval.selection import Policy
 
 
 IF_CHANGED = {"label": "if changed"}
@@ -74,6 +75,9 @@ class Method(ABC):
 
     def check(self, facts: ModelFacts) -> None:  # noqa: B027 - a method without options has nothing to check
         """Raise :class:`UserError` where an option cannot work with this model. Called before any prefill."""
+
+    def check_k(self, k: int, policy: Policy) -> None:  # noqa: B027 - most methods work with any k that the policy works with
+        """Raise :class:`UserError` for a k that cannot work with its options. Called before any prefill, with any model."""
 
     @abstractmethod
     def store(self, facts: ModelFacts) -> StoreSpec | None:

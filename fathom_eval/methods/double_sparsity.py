@@ -65,7 +65,8 @@ class DoubleSparsityPublished(Method):
     """Double Sparsity as its authors' code runs it: labels of the channels with the largest mean|q ⊙ k| of each query head.
 
     A label is quantised on its own, and so is the query's, so a group of G query heads reads G labels of every key. The mean is that of
-    the whole prefill; the authors' calibration keeps the last of its blocks only.
+    the whole prefill; the authors' calibration keeps the last of its blocks only. Their selection keeps no sink and no window beyond the
+    current token.
 
     Attributes:
         c: Channels of a label, a number or a share of head_dim.
@@ -75,14 +76,15 @@ class DoubleSparsityPublished(Method):
     family: ClassVar[str] = "Double Sparsity as published"
     source: ClassVar[str] = (
         "Double Sparsity as andy-yang-1/DoubleSparse runs it (arXiv:2408.07092): mean|q·k| per query head, 4-bit labels of q and k "
-        "a token, layers 0 and 1 dense"
+        "a token, layers 0 and 1 dense, no sink, no local window"
     )
+    version: ClassVar[int] = 2
     published: ClassVar[bool] = True
 
     c: str = "D/4"
 
     def policy_defaults(self) -> Mapping[str, Any]:
-        return {"dense_layers": (0, 1)}
+        return {"sink": 0, "local": 1, "dense_layers": (0, 1)}
 
     def check(self, facts: ModelFacts) -> None:
         channel_count(self.c, facts.head_dim, f"{self.name}: c")

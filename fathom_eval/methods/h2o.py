@@ -17,6 +17,7 @@ from fathom_eval.stores import StoreSpec, UnreadSpec
 if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
     from fathom_eval.prefill import PrefixLayer
+    from fathom_eval.selection import Policy
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class H2O(Method):
     def check(self, facts: ModelFacts) -> None:
         if not 0 <= self.recent <= 1:
             raise UserError(f"h2o: recent={self.recent:g} must lie in 0..1, a share of k")
+
+    def check_k(self, k: int, policy: Policy) -> None:
+        if round(self.recent * k) > k - policy.sink:
+            raise UserError(
+                f"h2o: recent={self.recent:g} of k={k} are {round(self.recent * k)} tokens, more than the {k - policy.sink} that the sink "
+                f"of {policy.sink} leaves"
+            )
 
     def store(self, facts: ModelFacts) -> StoreSpec | None:
         return UnreadSpec()

@@ -68,23 +68,25 @@ class InfiniGen(Method):
 
 
 @dataclass(frozen=True)
-class InfiniGenPublished(InfiniGen):
-    """InfiniGen with the authors' skewing: fp16, the first r coordinates along the singular vectors of the queries, the first layer dense.
+class InfiniGenSkewed(InfiniGen):
+    """InfiniGen's skewing without its speculation: the first r coordinates along the singular vectors of the queries, in fp16.
 
-    They are the columns where queries are largest, in the mean of their squares; the authors sum magnitudes, skew each query head and take
-    0.1 to 0.3 of the columns. Their number of tokens follows the scores, where here k is k. Of the query see :class:`InfiniGen`.
+    This is not the published method, which multiplies the layer before's input by this layer's query weights; of the query that is used
+    here see :class:`InfiniGen`. What it takes from the authors' code is the rest: the skewing, a first layer that is dense, and a selection
+    that keeps no sink and no window beyond the current token. The coordinates are those where queries are largest, in the mean of their
+    squares; the authors sum magnitudes, skew each query head and take 0.1 to 0.3 of the columns. Their number of tokens follows the scores,
+    where here k is k.
     """
 
-    name: ClassVar[str] = "infinigen_published"
-    family: ClassVar[str] = "InfiniGen as published"
+    name: ClassVar[str] = "infinigen_skewed"
+    family: ClassVar[str] = "InfiniGen, previous query, skewed"
     source: ClassVar[str] = (
-        "after snu-comparch/InfiniGen (arXiv:2406.19707): fp16 columns along the singular vectors of the queries after RoPE, layer 0 "
-        "dense; query of the layer before in the place of its input times this layer's weights"
+        "after InfiniGen (arXiv:2406.19707), not as published: fp16 columns along the singular vectors of the queries after RoPE, layer 0 "
+        "dense, no sink, no local window; query of the layer before, where the authors multiply that layer's input by this layer's weights"
     )
-    published: ClassVar[bool] = True
 
     def policy_defaults(self) -> Mapping[str, Any]:
-        return {"dense_layers": (0,)}
+        return {"sink": 0, "local": 1, "dense_layers": (0,)}
 
     def store(self, facts: ModelFacts) -> StoreSpec | None:
         return SkewedSpec()
@@ -104,3 +106,6 @@ class InfiniGenPublished(InfiniGen):
 
     def typical_bits(self, head_dim: int) -> str:
         return f"{columns.BITS * channel_count(self.r, head_dim, f'{self.name}: r')}"
+
+    def line(self) -> str:
+        return self.family if self.query == "previous" else "InfiniGen, own query, skewed"

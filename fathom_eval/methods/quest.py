@@ -57,16 +57,19 @@ class QuestPublished(Quest):
     """Quest as its authors run it: the first two layers are dense, whatever the model's depth.
 
     Their code counts down from 32 layers, so that in another model other layers are dense; and it takes whole pages, where here k tokens
-    are k tokens.
+    are k tokens. Its selection keeps no sink and no window beyond the current token.
     """
 
     name: ClassVar[str] = "quest_published"
     family: ClassVar[str] = "Quest as published"
-    source: ClassVar[str] = "Quest as mit-han-lab/Quest runs it (arXiv:2406.10774): 16-token pages, fp16 bounds, layers 0 and 1 dense"
+    source: ClassVar[str] = (
+        "Quest as mit-han-lab/Quest runs it (arXiv:2406.10774): 16-token pages, fp16 bounds, layers 0 and 1 dense, no sink, no local window"
+    )
+    version: ClassVar[int] = 2
     published: ClassVar[bool] = True
 
     def policy_defaults(self) -> Mapping[str, Any]:
-        return {"dense_layers": (0, 1)}
+        return {"sink": 0, "local": 1, "dense_layers": (0, 1)}
 
 
 def entry_bits(bits: int) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fathom_eval import columns
 from fathom_eval.methods.base import Method, channel_count, top_channels
 from fathom_eval.planes import PlaneSpec
+from fathom_eval.reallocation import tempered
 from fathom_eval.stores import StoreSpec
 from fathom_eval.waterfill import channel_ranks
 
@@ -74,8 +75,9 @@ class SparQ(Method):
 class SparQPublished(Method):
     """SparQ as its authors' code runs it: fp16 channels, and one set for the group by the sum of its heads' scores.
 
-    The sum is of scores divided by each head's temperature √(D·‖q̂‖₁/‖q‖₁). Their code keeps no sink, always keeps the local window, and
-    gives the mass of the tokens that it leaves out to the mean value.
+    The sum is of scores at each head's temperature, √(D·‖q̂‖₁/‖q‖₁) where the model scales its scores by D^−1/2; tokens that are not sealed
+    are scored exactly and have the model's own. Their code keeps no sink, always keeps the local window, and gives the mass of the tokens
+    that it leaves out to the mean value.
 
     Attributes:
         r: Channels, a number or a share of head_dim.
@@ -87,6 +89,7 @@ class SparQPublished(Method):
         "SparQ as graphcore-research/llm-inference-research runs it (arXiv:2312.04985): fp16, one set a group by summed scores, "
         "reallocation onto the mean value, no sink"
     )
+    version: ClassVar[int] = 2
     published: ClassVar[bool] = True
 
     r: str = "D/8"
@@ -110,8 +113,7 @@ class SparQPublished(Method):
         magnitude = step.query.float().abs()
         read = magnitude * top_channels(magnitude.sum(-2, keepdim=True), step.index)
         coverage = read.sum(-1) / magnitude.sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
-        temperature = (magnitude.shape[-1] * coverage.clamp_min(1e-6)).sqrt()
-        return scores / temperature.unsqueeze(-1)
+        return tempered(scores, coverage, step.scaling, sum(store.tokens for store in step.stores))
 
     def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> Tensor | float:
         assert plan is not None

@@ -37,7 +37,7 @@ class Threshold(Thumbnail):
 
     def check(self, facts: ModelFacts) -> None:
         super().check(facts)
-        if self.margin < 0:
+        if not self.margin >= 0:
             raise UserError(f"threshold: margin={self.margin:g} must be at least 0")
 
     def rank(self, scores: Tensor, step: Step) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom_eval.kernels.topk.reference import NONE
-from fathom_eval.selection import top_indices
+from fathom_eval.selection import settle_ties, top_indices
 
 
 def choose_tokens(scores: Tensor, starts: Sequence[int], stops: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -64,11 +64,12 @@ def _largest(scores: Tensor, candidates: tuple[int, int], counts: Sequence[int])
     wanted = torch.tensor(counts, device=scores.device).view(-1, 1, 1, 1)
     at = wanted.expand(*scores.shape[:-1], 1)
     threshold = values.gather(-1, (at - 1).clamp_min(0))
-    inside = torch.arange(most, device=scores.device) < wanted
-    if not (threshold == values.gather(-1, at)).any():
-        return (indices[..., :most] + start).masked_fill(~inside, NONE)
-    above, level = scores > threshold, scores == threshold
-    kept = above | (level & (level.cumsum(-1) <= wanted - above.sum(-1, keepdim=True)))
-    found = torch.full((*scores.shape[:-1], most), NONE, dtype=torch.int64, device=scores.device)
-    found[inside.expand(found.shape)] = kept.nonzero()[:, -1] + start
+    inside = (torch.arange(most, device=scores.device) < wanted).expand(*scores.shape[:-1], most)
+    found = (indices[..., :most] + start).masked_fill(~inside, NONE)
+    tied = (threshold == values.gather(-1, at)).squeeze(-1)
+    if tied.any():
+        kept = settle_ties(scores[tied], threshold[tied], at[tied])
+        settled = torch.full((len(kept), most), NONE, dtype=torch.int64, device=scores.device)
+        settled[inside[tied]] = kept.nonzero()[:, -1] + start
+        found[tied] = settled
     return found

@@ -26,8 +26,9 @@ PIECE = 256
 
 @triton.jit
 def _keys(values, inside):
-    """Ordered bits of scores, 0 where there is none; both zeros are one number."""
-    return tl.where(inside, ordered_bits(tl.where(values == 0.0, 0.0, values)), 0)
+    """Ordered bits of scores, 0 where there is none; both zeros are one number, and what is no number is above all, whatever its bits."""
+    numbers = tl.where(values == values, ordered_bits(tl.where(values == 0.0, 0.0, values)), 0xFFFFFFFF)
+    return tl.where(inside, numbers, 0)
 
 
 @triton.jit

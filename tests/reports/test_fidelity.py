@@ -11,7 +11,8 @@ from fathom_eval.errors import UserError
 from fathom_eval.fidelity import METRICS
 from fathom_eval.reports import build_report
 from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table, pairs_frame
-from fathom_eval.reports.fidelity_words import frontier
+from fathom_eval.reports.fidelity_words import equal_error, frontier
+from fathom_eval.reports.protocols import line_of
 from tests.reports.made_records import fidelity_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
 
@@ -126,7 +127,26 @@ def test_records_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_method_that_takes_more_than_k_tokens_stands_outside_the_frontier() -> None:
-    row = {"control": False, "bits": 10.0, "error_dense": 0.3}
+    row = {"control": False, "bits": 10.0, "error_dense": 0.3, "protocol": ""}
     rows = [{**row, "method": "plain"}, {**row, "method": "sampled (k: of the oracle only)", "bits": 5.0, "error_dense": 0.1}]
     rows.append({**row, "method": "worse", "error_dense": 0.4})
+    rows.append({**row, "method": "plain rerank=2", "error_dense": 0.1, "protocol": "rerank=2"})
     assert [one["method"] for one in frontier(rows)] == ["plain"]
+
+
+def test_equal_error_sets_only_reads_of_one_policy_against_each_other() -> None:
+    scan = {"control": False, "name": "sparq", "method": "sparq", "bits": 68.0, "error_dense": 0.14, "protocol": ""}
+    union = {**scan, "name": "fathom", "method": "fathom union", "bits": 28.0, "error_dense": 0.13, "protocol": "attend=union"}
+    plain = {**union, "method": "fathom", "bits": 73.0, "protocol": ""}
+    assert equal_error([scan, union]) == []
+    assert equal_error([scan, union, plain]) == [(scan, plain)]
+    reranked = {**scan, "method": "sparq union", "protocol": "attend=union"}
+    assert equal_error([reranked, union, plain]) == [(reranked, union)]
+
+
+def test_variants_that_no_budget_leads_to_are_lines_of_their_own() -> None:
+    record = {"method": "fathom", "family": "Fathom", "label": "fathom", "options": {"budget": 64, "basis": "klt"}}
+    assert line_of(record) == "Fathom klt"
+    assert line_of({**record, "options": {"basis": "klt", "rerank": 2.0}}) == "Fathom klt rerank=2.0"
+    assert line_of({**record, "options": {}}) == "Fathom auto"
+    assert line_of({"method": "sparq", "family": "SparQ", "label": "sparq r=D/4", "options": {"r": "D/4"}}) == "SparQ"

@@ -35,7 +35,7 @@ def test_a_fit_finds_what_made_the_points() -> None:
     assert fit([(10, 5.0), (20, 5.0), (40, 4.0)], (0, 1))(1000) == pytest.approx(4.6, rel=0.02), "no cost falls with the length"
 
 
-def test_measurements_replace_the_bounds_of_the_plan(
+def test_measurements_replace_what_the_plan_extrapolates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = script("scale_plan")
@@ -45,13 +45,28 @@ def test_measurements_replace_the_bounds_of_the_plan(
     (tmp_path / "measured.jsonl").write_text("\n".join(map(json.dumps, lines)))
     monkeypatch.setattr(sys, "argv", ["scale_plan.py", f"--measured={tmp_path / 'measured.jsonl'}", "--tokens=10000", "--new-tokens=10"])
     assert module.main() == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "Times come from `measured.jsonl` of `benchmarks/scale.py` on one Card, torch 2.13. Beyond 4,000 tokens" in printed
-    assert "lower bounds" not in printed
+    assert "extrapolated** from measurements of a small model" not in printed
     assert "| Qwen3-8B | 1 s (8 %) | 1 s (8 %) | 10 s (83 %) | 12 s |" in printed
+
+
+def test_the_page_of_the_plan_is_what_the_script_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("scale_plan")
     monkeypatch.setattr(sys, "argv", ["scale_plan.py", "--measured=/nowhere"])
     assert module.main() == 0
-    assert "lower bounds, not measurements" in capsys.readouterr().out
+    assert capsys.readouterr().out == (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
+def test_what_was_measured_is_read_from_the_published_runs() -> None:
+    module = script("scale_records")
+    sessions, step = module.read_sessions(), module.read_lock_step()
+    assert [(one.tokens, one.branches) for one in sessions[:2]] == [(88590, 32), (88748, 32)]
+    assert all(one.prefill < one.decoding and one.held < one.peak for one in sessions)
+    assert len(step.branches) == 12
+    assert 0 < step.dense_gpu < step.gpu < step.wall
+    rates = sorted(module.prefill_rate([one]) for one in sessions)
+    assert rates[0] < module.prefill_rate(sessions) < rates[-1]
 
 
 def test_the_lower_ends_are_those_that_the_project_declares() -> None:
