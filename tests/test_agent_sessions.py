@@ -88,7 +88,9 @@ def by_branch(folder: Path) -> dict[Any, dict[str, Any]]:
 
 def count_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     prefills: list[int] = []
-    monkeypatch.setattr(sessions_module, "prefill", lambda loaded, ids, **options: (prefills.append(len(ids)), prefill(loaded, ids, **options))[1])
+    monkeypatch.setattr(
+        sessions_module, "prefill", lambda loaded, ids, **options: (prefills.append(len(ids)), prefill(loaded, ids, **options))[1]
+    )
     return prefills
 
 

@@ -62,7 +62,11 @@ def package_files(source: Path) -> dict[str, bytes]:
         subfolders[:] = [name for name in subfolders if name not in {"__pycache__", "published"}]
         for name in names:
             path = Path(folder, name)
-            if path.suffix in {".py", ".yaml"} or path.parent.name in ("paper_data", "templates") or name in ("py.typed", "trajectories.jsonl.gz"):
+            if (
+                path.suffix in {".py", ".yaml"}
+                or path.parent.name in ("paper_data", "templates")
+                or name in ("py.typed", "trajectories.jsonl.gz")
+            ):
                 files[path.relative_to(source).as_posix()] = path.read_bytes()
     return files
 
