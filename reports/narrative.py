@@ -53,13 +53,17 @@ def answer(source: Source) -> str:
         if above:
             group = "Above exact top-k somewhere"
         elif below == 0:
-            group = "Nowhere separated from exact top-k by these samples"
+            group = "Over all tasks nowhere separated from exact top-k by these samples"
         elif below == len(found):
             group = "Below exact top-k at every context and k"
         else:
             group = "Below it at some"
         groups.setdefault(group, []).append(method.label if group != "Below it at some" else f"{method.label} ({below} of {len(found)})")
-    order = ("Below exact top-k at every context and k", "Below it at some", "Nowhere separated from exact top-k by these samples")
+    order = (
+        "Below exact top-k at every context and k",
+        "Below it at some",
+        "Over all tasks nowhere separated from exact top-k by these samples",
+    )
     parts = [f"{name}: {join(groups[name])}." for name in (*order, "Above exact top-k somewhere") if name in groups]
     return " ".join(parts)
 

@@ -25,7 +25,7 @@ def method_spec(method: str, options: Mapping[str, Any], arguments: Iterable[str
         UserError: The method or an option is unknown, or a value is unusable.
     """
     name = method.split(":")[0].strip()
-    methods = registry()
+    methods = registry(name)
     if name not in methods:
         raise UserError(f"unknown method '{name}' in model_args; {did_you_mean(name, methods)}")
     known = {field.name for part in (methods[name], Policy) for field in dataclasses.fields(part)}

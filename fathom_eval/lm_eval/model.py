@@ -52,7 +52,7 @@ class FathomLM(HFLM):  # type: ignore[misc] # lm-eval has no type information
 
     def __init__(
         self,
-        pretrained: str | LoadedModel,
+        pretrained: str | LoadedModel = "",
         method: str = "fathom",
         k: int | None = None,
         *,
@@ -74,6 +74,8 @@ class FathomLM(HFLM):  # type: ignore[misc] # lm-eval has no type information
         **options: Any,
     ) -> None:
         spec = method_spec(method, options, list(inspect.signature(FathomLM.__init__).parameters)[1:-1])
+        if not pretrained:
+            raise UserError("model_args name no model: give pretrained=, a hub id, a local folder, a GGUF file or smollm2")
         if loglikelihood not in LOGLIKELIHOOD:
             raise UserError(f"unknown loglikelihood '{loglikelihood}' in model_args; {did_you_mean(loglikelihood, LOGLIKELIHOOD)}")
         size = batch_size_of(batch_size, max_batch_size)

@@ -183,6 +183,11 @@ def test_log_likelihoods_are_dense_and_the_log_says_so(loaded: LoadedModel, hf: 
     )
 
 
+def test_a_model_must_be_named() -> None:
+    with pytest.raises(UserError, match="name no model: give pretrained="):
+        FathomLM(method="fathom", k=64)
+
+
 def test_log_likelihoods_can_be_refused(loaded: LoadedModel) -> None:
     lm = FathomLM(loaded, "fathom", 64, loglikelihood="refuse")
     with pytest.raises(UserError, match="no decode step that a method could change"):
