@@ -191,11 +191,11 @@ def test_workers_end_with_their_parent(ruler: Arguments, tmp_path: Path, ending:
                 break
         assert all(is_alive(worker) for worker in workers)
         process.send_signal(ending)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=120)
     assert process.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[ending]
     assert "Traceback" not in error
     assert ("finished work is kept" in error) == (ending != signal.SIGKILL)
-    until = time.perf_counter() + 20
+    until = time.perf_counter() + 60
     while any(is_alive(worker) for worker in workers) and time.perf_counter() < until:
         time.sleep(0.1)
     assert not any(is_alive(worker) for worker in workers)
