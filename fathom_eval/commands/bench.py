@@ -39,11 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
     add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
     add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined (default: 2, or 4 for long contexts)")
+    add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (default: as many as the others)")
+    add("--rows", default="auto", metavar="BY,BY", help="who brings K/V rows: gpu, cpu, both, or auto (default)")
+    add("--gather-threads", type=int, metavar="N", help="threads of the CPU that gather rows (default: half the cores, at most 8)")
     add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
     add("--index", default="host", metavar="host,hbm", help="where the scan index lies (default: host)")
     add("--repeats", type=int, metavar="N", help="timed turns (default: 5 of a step, 20 of a kernel)")
     add("--spread", type=float, default=1.0, metavar="S", help="log scale of synthetic channels")
-    add("--host-pages", default="auto", choices=("auto", "huge", "small"), help="pages of pinned memory")
+    add("--host-pages", default="auto", choices=("auto", "huge", "small"), metavar="KIND", help="pinned pages: auto, huge or small")
     add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
     add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
     add("--reference", default="double_sparsity c=D/4", metavar="LABEL", help="equal-error: the configuration whose error is to be reached")
@@ -132,6 +135,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.methods import parse_methods
     from fathom_eval.offload.bench.steps import Variant, with_rerank
     from fathom_eval.offload.cache import default_lanes
+    from fathom_eval.offload.gatherer import GATHERERS, default_rows
 
     contexts = numbers(args.contexts, "--contexts")
     specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
@@ -139,6 +143,15 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         spec.check_k([args.k])
     batches, sessions = numbers(args.batch, "--batch"), numbers(args.sessions, "--sessions")
     lanes = None if args.lanes == "auto" else numbers(args.lanes, "--lanes")
+    rows = list(dict.fromkeys(words(args.rows, "--rows")))
+    for word in rows:
+        if word not in ("auto", *GATHERERS):
+            raise UserError(f"--rows: no '{word}'; {did_you_mean(word, ('auto', *GATHERERS))}")
+    if not {"gpu", "auto"}.issuperset(rows) and any(spec.policy.rerank > 1 for spec in specs):
+        console.say("steps that rerank fetch their rows by the GPU, keys before values")
+    for flag, value in (("--last-lane", args.last_lane), ("--gather-threads", args.gather_threads)):
+        if value is not None:
+            at_least_one(value, flag)
     if device.type != "cuda":
         if args.model == "qwen3-8b-shape":
             raise UserError(
@@ -148,16 +161,18 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         console.say("no CUDA device: there is no link, no graph and no GPU time; the step is checked and its torch references are timed")
     indexes = list(dict.fromkeys(words(args.index, "--index")))
     sources = _sources(args, console, device, specs, contexts, max(batches) * max(sessions), indexes)
-    facts = sources[0].facts
+    facts, shape = sources[0].facts, sources[0].segment_shape()
 
     def variants(context: int, index: str) -> list[Variant]:
-        return [
-            Variant(spec, args.k, batch, count, parts)
+        found = [
+            Variant(spec, args.k, batch, count, parts, default_rows(by, shape, spec.policy.rerank, parts, context, index), args.last_lane)
             for batch in batches
             for count in sessions
             for parts in lanes or [default_lanes(batch, facts.kv_heads, context, index)]
+            for by in rows
             for spec in specs
         ]
+        return list(dict.fromkeys(found))
 
     identity = {"spread": args.spread, "model": facts.model_fingerprint, "host_pages": args.host_pages}
     with _open(args, console, device, identity) as opened:
@@ -201,7 +216,17 @@ def _time_steps(
             source.open(context)
             fitted = fit_source(source, args.k, variants[context][0].spec, console.say) if source.synthetic else {}
             facts = {**common, **fitted}
-            for record in measure(source, context, wanted, rates, index=source.index, repeats=args.repeats, common=facts, say=console.say):
+            for record in measure(
+                source,
+                context,
+                wanted,
+                rates,
+                index=source.index,
+                repeats=args.repeats,
+                common=facts,
+                say=console.say,
+                gather_threads=args.gather_threads,
+            ):
                 opened.append([record])
                 console.say(_step_line(record))
     console.say(f"index {source.index}: {left} steps timed in {_duration(time.monotonic() - started)}")
@@ -305,7 +330,8 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _step_line(record: dict[str, Any]) -> str:
-    words = [f"{record['context']} {record['label']} batch {record['batch']} sessions {record['sessions']} lanes {record['lanes']}:"]
+    words = [f"{record['context']} {record['label']} batch {record['batch']} sessions {record['sessions']} lanes {record['lanes']}"]
+    words[0] += "".join(f" {name} {record[key]}" for name, key in (("last", "last_lane"), ("rows", "rows_by")) if record[key]) + ":"
     if record["gpu_ms"] is not None:
         parts = " ".join(f"{part} {value:.2f}" for part, value in record["parts_ms"].items() if value >= 0.005)
         words.append(f"GPU {record['gpu_ms']:.2f} ms (event {record['event_ms']:.2f}; {parts}),")

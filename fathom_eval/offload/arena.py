@@ -24,6 +24,10 @@ STORES = ("planes", "nibbles", "landmarks")
 """What a scan can read: bit planes with scales, 4-bit channels with scales, fp16 means of a few tokens."""
 
 
+ROW_ALIGNMENT = 4096
+"""Bytes that a segment's rows start at multiples of, as pinned memory does: a row can then be named by its address."""
+
+
 @dataclass(frozen=True)
 class SegmentShape:
     """The shape of one segment of one layer and row.
@@ -204,7 +208,10 @@ class Arena:
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":
-            return torch.zeros(shape, dtype=dtype)
+            size = self._bytes(shape, dtype)
+            memory = torch.zeros(size + ROW_ALIGNMENT, dtype=torch.uint8)
+            start = -memory.data_ptr() % ROW_ALIGNMENT
+            return memory[start : start + size].view(dtype).view(shape)
         if self._on_host(name):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         return torch.zeros(shape, dtype=dtype, device=self.device)

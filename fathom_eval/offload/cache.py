@@ -41,12 +41,21 @@ class Lane:
         return tensor[self.rows, self.heads]
 
 
-def lanes_of(rows: int, heads: int, count: int) -> list[Lane]:
+def lanes_of(rows: int, heads: int, count: int, last_heads: int | None = None) -> list[Lane]:
     """``count`` lanes of whole rows, or of KV heads of one row, where the last ones may be a head smaller: what follows their scan shows.
+
+    Args:
+        last_heads: KV heads of the last lane of each row, so that less shows; the others share the rest. None for even lanes.
 
     Raises:
         UserError: The rows and heads cannot be shared.
     """
+    if last_heads is not None:
+        a_row = count // rows - 1
+        if count % rows or a_row < 1 or not a_row <= heads - last_heads < heads:
+            raise UserError(f"{rows} sessions of {heads} KV heads cannot be shared among {count} lanes, the last one of {last_heads}")
+        cuts = [*(-(-(heads - last_heads) * at // a_row) for at in range(a_row + 1)), heads]
+        return [Lane(slice(row, row + 1), slice(*cut)) for row in range(rows) for cut in itertools.pairwise(cuts)]
     if count <= rows and rows % count == 0:
         size = rows // count
         return [Lane(slice(at * size, (at + 1) * size), slice(0, heads)) for at in range(count)]

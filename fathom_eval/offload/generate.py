@@ -5,6 +5,7 @@ The same prefix, method and k give the same tokens as :func:`fathom_eval.decode.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.kernels.segments import SEGMENT_BLOCKS
 from fathom_eval.offload.arena import Arena, SegmentShape, segments_for
 from fathom_eval.offload.cache import TieredCache, lanes_of, sealed_tokens
+from fathom_eval.offload.gatherer import RowGatherer, check_gathered
 from fathom_eval.offload.scans import check_spec, scan_of_prefix
 from fathom_eval.offload.step import DecodeStep
 from fathom_eval.offload.weights import weights_of
@@ -51,6 +53,8 @@ def generate(
     score_dtype: torch.dtype | None = None,
     segment_blocks: int | None = None,
     graph: bool = True,
+    rows_by: str = "gpu",
+    gather_threads: int | None = None,
 ) -> Generation:
     """Greedily decode one branch with K/V rows in host memory.
 
@@ -60,6 +64,8 @@ def generate(
         score_dtype: Of the scores; fp32 equals the evaluator's, fp16 is what a GPU takes unless told otherwise.
         segment_blocks: Blocks of a segment; by default up to :data:`~fathom_eval.kernels.segments.SEGMENT_BLOCKS`.
         graph: Decode from a CUDA graph where there is a GPU.
+        rows_by: Who brings the K/V rows, one of :data:`~fathom_eval.offload.gatherer.GATHERERS`.
+        gather_threads: Threads of the CPU that gather rows; by default half of the cores, and no more than eight.
 
     Raises:
         UserError: The runtime has no step for the method or the model, or the sequence exceeds the model's positions or the memory.
@@ -79,14 +85,18 @@ def generate(
     shape = SegmentShape(
         facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), scan.span if scan.span > 1 else 8
     )
-    with Arena(shape, weights.device, index) as arena:
+    check_gathered(rows_by, shape, spec.policy, lanes)
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(Arena(shape, weights.device, index))
+        gatherer = None if rows_by == "gpu" else stack.enter_context(RowGatherer(weights.device, gather_threads))
         arena.check(facts.layers * segments_for(most, blocks))
         cache = TieredCache.allocate(arena, facts.layers, 1, lanes_of(1, facts.kv_heads, lanes), most, spec.policy.local, scan.bases)
         for number, layer in enumerate(prefix.layers):
             cache.load(number, 0, layer.keys, layer.values)
         cache.set_length(0, prefix.tokens)
         cache.check_flags()
-        step = DecodeStep(weights, cache, scan, branch.k, spec.policy, score_dtype=score_dtype)
+        step = DecodeStep(weights, cache, scan, branch.k, spec.policy, score_dtype=score_dtype, rows_by=rows_by, gatherer=gatherer)
+        stack.callback(step.release)
         step.token_ids.fill_(prefix.token_ids[-1])
         if graph:
             step.capture()
@@ -94,6 +104,7 @@ def generate(
         for _ in range(max_new_tokens):
             step.run()
             tokens.append(int(step.token_ids[0]))
+            step.check()
             if tokens[-1] in facts.eos_token_ids:
                 break
         cache.check_flags()

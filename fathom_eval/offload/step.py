@@ -14,6 +14,7 @@ from torch import Tensor
 from fathom_eval.errors import UserError
 from fathom_eval.kernels.attend import attend_rows, workspace_size
 from fathom_eval.kernels.gate import silu_gate
+from fathom_eval.kernels.handover import await_rows, list_rows, take_rows
 from fathom_eval.kernels.linear import MOST_ROWS, linear
 from fathom_eval.kernels.norm import add_norm
 from fathom_eval.kernels.pack import BLOCK
@@ -23,6 +24,7 @@ from fathom_eval.kernels.rows import GroupRows, fetch_rows, union_rows
 from fathom_eval.kernels.scan import score_tail
 from fathom_eval.kernels.topk import scratch_size, top_tokens
 from fathom_eval.offload.cache import Lane, LaneTables, TieredCache
+from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered
 from fathom_eval.offload.scans import Scan
 from fathom_eval.offload.weights import DecoderWeights
 from fathom_eval.selection import Policy
@@ -35,6 +37,7 @@ class LaneWork:
     Attributes:
         unions: Of every layer, the rows of each group; candidates, where the step reranks.
         kept: The same lists with the masks of what is attended to.
+        box: Through which the CPU hands over the rows, None where the device fetches them.
     """
 
     lane: Lane
@@ -47,6 +50,7 @@ class LaneWork:
     fetched: Tensor
     workspace: Tensor
     ordered: Tensor
+    box: Box | None
 
 
 class DecodeStep:
@@ -59,6 +63,8 @@ class DecodeStep:
         k: Tokens that a query head attends to, sink and window included.
         policy: ``sink``, ``local``, ``rerank`` and ``attend`` are heeded.
         score_dtype: Of the scores; fp16 on a GPU halves what top-k reads, fp32 equals the evaluator's.
+        rows_by: Who brings the K/V rows, one of :data:`~fathom_eval.offload.gatherer.GATHERERS`.
+        gatherer: Needed where that is not the GPU alone; it must run whenever the step does.
 
     Attributes:
         token_ids: int64 ``[R]``, the token that a step reads and then the one it gave.
@@ -71,7 +77,7 @@ class DecodeStep:
         observer: Called with the layer and the work of each lane once it is done, while no graph is captured.
 
     Raises:
-        UserError: More sessions than one step takes.
+        UserError: More sessions than one step takes, or rows that the CPU cannot gather.
     """
 
     def __init__(
@@ -83,12 +89,17 @@ class DecodeStep:
         policy: Policy,
         *,
         score_dtype: torch.dtype | None = None,
+        rows_by: str = "gpu",
+        gatherer: RowGatherer | None = None,
     ) -> None:
         rows, heads, group, head_dim, device = cache.rows, weights.heads, weights.group, weights.head_dim, weights.device
         if rows > MOST_ROWS:
             raise UserError(f"{rows} sessions are more than the {MOST_ROWS} that one step takes")
         self.weights, self.cache, self.scan, self.policy = weights, cache, scan, policy
         self.layers = len(weights.layers)
+        check_gathered(rows_by, cache.arena.shape, policy, len(cache.lanes))
+        assert (gatherer is None) == (rows_by == "gpu"), "a gatherer is for rows that the CPU brings"
+        self.rows_by, self._gatherer = rows_by, gatherer
         self.observer: Callable[[int, LaneWork], None] | None = None
         self._count = k - policy.sink - policy.local
         self._candidates = int(self._count * policy.rerank)
@@ -115,7 +126,12 @@ class DecodeStep:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
-        """Decode one token of every session: seal what left the windows, then the step itself (as a graph, once it is captured)."""
+        """Decode one token of every session: seal what left the windows, then the step itself (as a graph, once it is captured).
+
+        Raises:
+            UserError: Rows of an earlier step were not gathered; :meth:`check` tells of this one once the device was waited for.
+        """
+        self.check()
         self.cache.advance()
         if self._graph is not None:
             self._graph.replay()
@@ -135,6 +151,7 @@ class DecodeStep:
         torch.cuda.current_stream().wait_stream(stream)
         self._restore(before, tokens)
         torch.cuda.synchronize(self.weights.device)
+        self.check()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._forward()
@@ -146,9 +163,16 @@ class DecodeStep:
         assert self._graph is not None, "capture first"
         self._graph.replay()
 
+    def check(self) -> None:
+        """Raise :class:`UserError` if rows were not gathered, or too late, in any step that the device has finished. Waits for nothing."""
+        if self._gatherer is not None:
+            self._gatherer.check()
+
     def release(self) -> None:
-        """Drop the graph and its memory."""
+        """Drop the graph and its memory, and what the CPU gathers into."""
         self._graph = None
+        if self._gatherer is not None:
+            self._gatherer.drop([work.box for work in self._work if work.box is not None])
 
     def _restore(self, token_ids: Tensor, tokens: Tensor) -> None:
         self.token_ids.copy_(token_ids)
@@ -165,8 +189,13 @@ class DecodeStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
+        by_cpu = self.rows_by == "cpu" or (self.rows_by == "both" and lane is not cache.lanes[-1])
+        box = None
+        if self._gatherer is not None and by_cpu:
+            box = self._gatherer.box(rows * heads * slots, 2, head_dim, cache.tail.dtype)
         return LaneWork(
             lane=lane,
+            box=box,
             scores=zeros(rows, heads, group, capacity * BLOCK // self.scan.span, kind=dtype),
             maxima=zeros(rows, heads, group, capacity, kind=dtype),
             scratch=zeros(rows, heads, group, scratch_size(self._candidates, tail), kind=torch.int32),
@@ -266,6 +295,10 @@ class DecodeStep:
             fetch_rows(tables["rows"], union, work.fetched[:1])
             keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, kept, work.ordered, shared=shared)
             fetch_rows(tables["rows"], kept, work.fetched[1:], first_part=1, members_only=True)
+        elif work.box is not None:
+            list_rows(tables["rows"], union, work.box.mailbox)
+            await_rows(work.box.mailbox)
+            take_rows(work.box.mailbox, union, work.fetched)
         else:
             fetch_rows(tables["rows"], union, work.fetched)
         attend_rows(query, work.fetched[0], work.fetched[1], kept, keys, values, work.workspace, out, self.weights.scaling)

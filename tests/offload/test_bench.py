@@ -19,7 +19,9 @@ from fathom_eval.offload.bench.duration import table_seconds
 from fathom_eval.offload.bench.equal_error import equal_error, write_table
 from fathom_eval.offload.bench.sources import SyntheticSource, closing
 from fathom_eval.offload.bench.timing import PARTS, busy_time, part_of
+from fathom_eval.offload.gatherer import Box
 from fathom_eval.offload.weights import SHAPES
+from fathom_eval.reports import build_report
 from fathom_eval.run import Run
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
@@ -59,6 +61,9 @@ def test_every_kernel_has_its_part() -> None:
         "_union_rows": "union",
         "_linear": "gemm",
         "_attend_pieces": "attention",
+        "_list_rows": "rows",
+        "_await_rows": "rows_wait",
+        "_take_rows": "rows",
     }
     names |= {"_union_rows": "union", "_keep_best": "rerank"}
     names |= {"Memcpy HtoD (Pinned -> Device)": "copy", "_add_norm": "other", "_plan_depths": "other"}
@@ -100,6 +105,46 @@ def test_a_step_is_recorded_whole_and_only_once(
     monkeypatch.setattr(SyntheticSource, "build", lambda source: pytest.fail("nothing is missing, and memory was taken"))
     assert main(command) == 0
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_rows_of_the_cpu_are_a_variant_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        *TINY,
+        "--methods",
+        "fathom:basis=raw",
+        "--lanes",
+        "2",
+        "--last-lane",
+        "1",
+        "--rows",
+        "gpu,cpu,both",
+        "--gather-threads",
+        "1",
+    ]
+    command += ["--rerank", "1,2", "--sessions", "1,2", "--output", str(tmp_path / "run")]
+    assert main(command) == 0
+    assert "steps that rerank fetch their rows by the GPU" in capsys.readouterr().out
+    found = records(tmp_path / "run")
+    kinds = [(one["sessions"], one["rerank"], one["rows_by"], one.get("gather_threads")) for one in found]
+    plain = [("gpu", None), ("cpu", 1), ("both", 1)]
+    expected = [(sessions, 1.0, *who) for sessions in (1, 2) for who in plain] + [(sessions, 2.0, "gpu", None) for sessions in (1, 2)]
+    assert sorted(kinds, key=str) == sorted(expected, key=str)
+    assert len({(one["sessions"], one["link_bytes"], one["rows_bytes"]) for one in found if one["rerank"] == 1}) == 2
+    assert all(one["last_lane"] == 1 for one in found)
+    assert main(command) == 0
+    assert len(records(tmp_path / "run")) == len(found)
+    files = build_report([tmp_path / "run"], tmp_path / "report")
+    text = files.markdown.read_text(encoding="utf-8")
+    assert "2 lanes, the last of 1 KV head, rows gathered by the CPU but for the last lane" in text
+    assert len([path for path in files.tables if path.name.startswith("steps-")]) == 6
+
+
+def test_rows_that_nobody_gathered_are_the_reason_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Box, "gather", lambda box: 1 / 0)
+    assert main([*TINY, "--methods", "fathom:basis=raw", "--rows", "cpu", "--output", str(tmp_path / "run")]) == 2
+    assert "the CPU could not gather rows: division by zero" in capsys.readouterr().err
 
 
 def test_a_run_that_was_stopped_goes_on_with_what_it_lacks(
@@ -187,6 +232,9 @@ def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
         ([*TINY, "--rerank", "x"], "--rerank"),
         ([*TINY, "--k", "36"], "k=36"),
         ([*TINY, "--batch", "9"], "more than the 8"),
+        ([*TINY, "--rows", "gpu,host"], "--rows: no 'host'"),
+        ([*TINY, "--lanes", "2", "--rows", "cpu", "--gather-threads", "0"], "--gather-threads 0 must be at least 1"),
+        ([*TINY, "--lanes", "2", "--last-lane", "2"], "2 lanes, the last one of 2"),
         ([*TINY, "--index", "disk"], "'host' or 'hbm', not in 'disk'"),
     ],
 )

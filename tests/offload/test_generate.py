@@ -12,6 +12,7 @@ from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
 from fathom_eval.methods import parse_method
 from fathom_eval.models import LoadedModel
+from fathom_eval.offload.gatherer import Box
 from fathom_eval.offload.generate import generate
 from fathom_eval.prefill import Prefix, prefill
 from tests.tiny import tiny_model
@@ -77,6 +78,26 @@ def test_lanes_change_nothing(lanes: int) -> None:
     prefix = prefill(loaded, prompt(loaded, 250))
     found, expected = both(loaded, prefix, "fathom:rerank=2", 44, 30, lanes=lanes)
     assert found == expected
+
+
+@pytest.mark.parametrize(("rows_by", "lanes"), [("cpu", 1), ("cpu", 2), ("both", 2)])
+def test_who_brings_the_rows_changes_nothing(rows_by: str, lanes: int) -> None:
+    """Into segments that did not exist before, and after a prompt of which nothing is sealed."""
+    loaded = tiny_model("llama", head_dim=16)
+    for tokens in (40, 330):
+        prefix = prefill(loaded, prompt(loaded, tokens))
+        found, expected = both(loaded, prefix, "fathom:budget=48:basis=raw", 60, 90, lanes=lanes, rows_by=rows_by, gather_threads=1)
+        assert found == expected
+    with pytest.raises(UserError, match="give --rows gpu"):
+        both(loaded, prefix, "sparq:r=D/8:rerank=2", 60, 4, lanes=lanes, rows_by=rows_by)
+
+
+def test_rows_that_nobody_gathers_end_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_model("llama", head_dim=16)
+    prefix = prefill(loaded, prompt(loaded, 330))
+    monkeypatch.setattr(Box, "gather", lambda box: 1 / 0)
+    with pytest.raises(UserError, match="the CPU could not gather rows: division by zero"):
+        generate(loaded, prefix, Branch(parse_method("fathom:basis=raw"), 60), 4, rows_by="cpu", gather_threads=1)
 
 
 def test_what_the_step_reads_is_what_the_evaluator_counts() -> None:

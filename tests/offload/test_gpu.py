@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from fathom_eval.branches import Branch
 from fathom_eval.decode import decode
+from fathom_eval.errors import UserError
+from fathom_eval.kernels import handover
 from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.kernels.rows import GroupRows, fetch_rows
 from fathom_eval.kernels.segments import SegmentTable
@@ -16,6 +21,7 @@ from fathom_eval.methods import parse_method
 from fathom_eval.models import LoadedModel, describe_model
 from fathom_eval.offload.arena import Arena, SegmentShape, device_view
 from fathom_eval.offload.cache import TieredCache, fill_segment, lanes_of
+from fathom_eval.offload.gatherer import Box, RowGatherer
 from fathom_eval.offload.generate import generate
 from fathom_eval.offload.pinned import huge_pages_offered
 from fathom_eval.offload.scans import scan_of_prefix
@@ -83,6 +89,131 @@ def test_segments_are_what_the_device_wrote(host_pages: str) -> None:
         assert torch.equal(out[0, 0], keys[:, [5, 700, 1023]])
         assert torch.equal(out[1, 0], values[:, [5, 700, 1023]])
     assert not held.is_pinned() or host_pages == "small"
+
+
+@contextlib.contextmanager
+def steps_by(ways: list[tuple[str, int, int | None]], tokens: int = 1500, positions: int = 4096) -> Iterator[list[DecodeStep]]:
+    """The same state in several captured steps, each with rows by somebody else: who, lanes, KV heads of the last lane."""
+    loaded = on_gpu(max_positions=positions)
+    prefix = prefill(loaded, prompt(tokens))
+    spec, heads = parse_method("fathom"), loaded.facts.kv_heads
+    weights = weights_of(loaded, prefix.tokens, 1100)
+    shape = SegmentShape(heads, loaded.facts.head_dim, 8, prefix.layers[0].keys.dtype, ("planes",))
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(Arena(shape, weights.device))
+        gatherer = stack.enter_context(RowGatherer(weights.device, 2))
+        stack.enter_context(torch.inference_mode())
+        made = []
+        for rows_by, lanes, last in ways:
+            scan = scan_of_prefix(spec, loaded.facts, prefix.layers)
+            cache = TieredCache.allocate(arena, loaded.facts.layers, 1, lanes_of(1, heads, lanes, last), tokens + 1200, spec.policy.local)
+            for number, layer in enumerate(prefix.layers):
+                cache.load(number, 0, layer.keys, layer.values)
+            cache.set_length(0, prefix.tokens)
+            own = None if rows_by == "gpu" else gatherer
+            step = DecodeStep(weights, cache, scan, 60, spec.policy, rows_by=rows_by, gatherer=own)
+            stack.callback(step.release)
+            step.token_ids.fill_(prefix.token_ids[-1])
+            step.capture()
+            made.append(step)
+        yield made
+
+
+WAYS = [("gpu", 1, None), ("gpu", 2, None), ("cpu", 1, None), ("cpu", 2, None), ("both", 2, None)]
+
+
+def test_rows_of_the_cpu_are_those_of_the_gpu_bit_for_bit() -> None:
+    """Over blocks that are sealed and segments that come while decoding; the same launches otherwise, so that nothing may differ."""
+    with steps_by(WAYS) as steps:
+        for _ in range(3 * BLOCK):
+            for step in steps:
+                step.run()
+            torch.cuda.synchronize()
+            one, two, *others = steps
+            for step in others:
+                step.check()
+                like = one if len(step.cache.lanes) == 1 else two
+                assert torch.equal(step.logits, like.logits)
+                assert torch.equal(step.mixed, like.mixed)
+                assert torch.equal(step.union_counts, like.union_counts)
+
+
+@pytest.mark.parametrize("rows_by", ["cpu", "both"])
+def test_same_tokens_as_the_evaluator_with_rows_of_the_cpu(rows_by: str) -> None:
+    loaded = on_gpu()
+    prefix = prefill(loaded, prompt(700))
+    branch = Branch(parse_method("fathom"), 60)
+    expected = decode(loaded, prefix, [branch], 90)[0]
+    for graph in (True, False):
+        found = generate(
+            loaded, prefix, branch, 90, lanes=2, score_dtype=torch.float32, segment_blocks=4, graph=graph, rows_by=rows_by, gather_threads=2
+        )
+        assert found.token_ids == expected.token_ids
+
+
+def test_a_thousand_replays_in_a_row_neither_hang_nor_leak() -> None:
+    """The host runs far ahead of the device: nothing but the flags keeps the gatherer and the graph together."""
+    with steps_by(WAYS[3:], positions=8192) as steps:
+        for step in steps:
+            step.run()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], threading.active_count()
+        for number in range(1000):
+            for step in steps:
+                step.replay()
+                step.cache.tokens.sub_(1)
+            if number % 250 == 249:
+                torch.cuda.synchronize()
+        after = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], threading.active_count()
+        assert (after[0], after[2]) == (before[0], before[2])
+        assert abs(after[1] - before[1]) <= 2**24
+        layers = steps[0].layers
+        for step in steps:
+            step.check()
+            boxes = [work.box for work in step._work if work.box is not None]
+            # The check before the graph, the step, and the replays.
+            assert [int(box.mailbox.ticket) for box in boxes] == [1002 * layers] * len(boxes)
+            assert [box.flags[handover.DONE * handover.LINE] for box in boxes] == [1002 * layers] * len(boxes)
+    assert all(thread.name != "row gatherer" for thread in threading.enumerate())
+
+
+def test_a_gatherer_that_fails_lets_the_gpu_go_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(box: Box) -> None:
+        raise RuntimeError("no more")
+
+    with steps_by(WAYS[3:]) as steps:
+        monkeypatch.setattr(Box, "gather", fail)
+        for step in steps:
+            step.replay()
+        torch.cuda.synchronize()
+        for step in steps:
+            with pytest.raises(UserError, match="could not gather rows: no more"):
+                step.check()
+
+
+def test_leaving_with_steps_in_flight_neither_hangs_nor_faults() -> None:
+    def leave() -> None:
+        with steps_by(WAYS[3:]) as steps:
+            for _ in range(5):
+                for step in steps:
+                    step.replay()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leave()
+    torch.cuda.synchronize()
+    assert torch.ones(3, device="cuda").sum() == 3
+
+
+def test_a_gatherer_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "PATIENCE", 200_000)
+    with steps_by(WAYS[4:]) as (step,):
+        monkeypatch.setattr(Box, "gather", lambda box: None)
+        for _ in range(3):
+            step.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(UserError, match="waited in vain"):
+            step.check()
 
 
 def test_nothing_leaks_over_a_thousand_steps() -> None:

@@ -54,8 +54,13 @@ class Source(Protocol):
     def weights(self) -> DecoderWeights:
         """Of the model, with rotary angles for the open context."""
 
-    def prepare(self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1) -> tuple[TieredCache, Scan]:
+    def prepare(
+        self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1, last_heads: int | None = None
+    ) -> tuple[TieredCache, Scan]:
         """A cache of the open context for R rows, and the method's scan over it; for one of the sessions that run side by side."""
+
+    def segment_shape(self) -> SegmentShape:
+        """Of the rows, whatever else a segment holds."""
 
     def reset(self, cache: TieredCache) -> None:
         """Set the lengths back to the context's."""
@@ -197,8 +202,13 @@ class SyntheticSource:
     def weights(self) -> DecoderWeights:
         return self._weights
 
-    def prepare(self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1) -> tuple[TieredCache, Scan]:
-        lane_list = lanes_of(rows, self.facts.kv_heads, lanes)
+    def segment_shape(self) -> SegmentShape:
+        return self.arena.shape
+
+    def prepare(
+        self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1, last_heads: int | None = None
+    ) -> tuple[TieredCache, Scan]:
+        lane_list = lanes_of(rows, self.facts.kv_heads, lanes, last_heads)
         cache = TieredCache.allocate(self.arena, self.facts.layers, rows, lane_list, self._context, spec.policy.local)
         self._distinct[id(cache)] = attach_pool(cache, self._context, session, sessions)
         return cache, self._scan(spec)
@@ -264,7 +274,12 @@ class PrefixSource:
         assert self._weights is not None
         return self._weights
 
-    def prepare(self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1) -> tuple[TieredCache, Scan]:
+    def segment_shape(self) -> SegmentShape:
+        return SegmentShape(self.facts.kv_heads, self.facts.head_dim, 2, self._loaded.model.dtype, ())
+
+    def prepare(
+        self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1, last_heads: int | None = None
+    ) -> tuple[TieredCache, Scan]:
         prefix, facts = self.prefix, self.facts
         assert prefix is not None
         scan = scan_of_prefix(spec, facts, prefix.layers)
@@ -275,7 +290,8 @@ class PrefixSource:
         )
         arena = self._stack.enter_context(Arena(shape, self.weights().device, self.index, self._host_pages))
         arena.check(facts.layers * rows * segments_for(most, blocks))
-        cache = TieredCache.allocate(arena, facts.layers, rows, lanes_of(rows, facts.kv_heads, lanes), most, spec.policy.local, scan.bases)
+        lane_list = lanes_of(rows, facts.kv_heads, lanes, last_heads)
+        cache = TieredCache.allocate(arena, facts.layers, rows, lane_list, most, spec.policy.local, scan.bases)
         for row in range(rows):
             for number, layer in enumerate(prefix.layers):
                 cache.load(number, row, layer.keys, layer.values)

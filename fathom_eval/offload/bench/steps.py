@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 
+from fathom_eval.errors import UserError
 from fathom_eval.methods import MethodSpec
 from fathom_eval.offload.bench.checks import StepCheck
 from fathom_eval.offload.bench.sources import Source, SyntheticSource
 from fathom_eval.offload.bench.synthetic import BITS, CHANNELS, ROW_BYTES
 from fathom_eval.offload.bench.timing import profile_gpu, time_in_turn
+from fathom_eval.offload.gatherer import RowGatherer
 from fathom_eval.offload.step import DecodeStep, launch_together
 
 STEPS_OF_A_WINDOW = 56
@@ -32,6 +35,8 @@ class Variant:
         batch: Sessions that one step decodes together.
         sessions: Steps that run side by side, a stream each.
         lanes: Parts of a step that are pipelined.
+        rows_by: Who brings the K/V rows, one of :data:`~fathom_eval.offload.gatherer.GATHERERS`.
+        last_heads: KV heads of the last lane, None for as many as the others have.
     """
 
     spec: MethodSpec
@@ -39,11 +44,17 @@ class Variant:
     batch: int = 1
     sessions: int = 1
     lanes: int = 1
+    rows_by: str = "gpu"
+    last_heads: int | None = None
 
     def key(self, model: str, context: int, index: str) -> dict[str, Any]:
         """The identity of its record."""
         method = self.spec.method
         options = {**self.spec.options, "batch": self.batch, "sessions": self.sessions, "lanes": self.lanes, "index": index}
+        if self.rows_by != "gpu":
+            options["rows"] = self.rows_by
+        if self.last_heads is not None:
+            options["last_lane"] = self.last_heads
         return {
             "kind": "step",
             "task": model,
@@ -70,6 +81,7 @@ class _Prepared:
         """One token of every session."""
         if self._streams:
             for step in self.steps:
+                step.check()
                 step.cache.advance()
             launch_together(self.steps, self._streams)
             return
@@ -98,6 +110,7 @@ def measure(
     repeats: int,
     common: dict[str, Any],
     say: Callable[[str], None],
+    gather_threads: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Check and time variants at one context; those that have the same batch and sessions run in turn.
 
@@ -105,33 +118,60 @@ def measure(
         source: Turned to the context already.
         rates: Of :func:`fathom_eval.offload.bench.link.quick_rates`; empty where nothing was measured.
         common: Fields of every record.
+        gather_threads: Threads of the CPU that gather rows where a variant asks for it.
     """
     groups: dict[tuple[int, int], list[Variant]] = {}
     for variant in variants:
         groups.setdefault((variant.batch, variant.sessions), []).append(variant)
     for group in groups.values():
-        prepared = []
-        for variant in group:
-            prepared.append(_prepare(source, variant))
-            errors = prepared[-1].facts["relative_errors"]
-            say(f"{context}: {variant.spec.label}, batch {variant.batch}, lanes {variant.lanes}: checked, relative errors {errors}")
-        yield from _time(source, context, prepared, rates, index, repeats, common)
-        for item in prepared:
-            for step in item.steps:
-                step.release()
+        with contextlib.ExitStack() as stack:
+            gatherer = None
+            if any(variant.rows_by != "gpu" for variant in group):
+                gatherer = stack.enter_context(RowGatherer(source.weights().device, gather_threads))
+            prepared = []
+            for variant in group:
+                prepared.append(_prepare(source, variant, gatherer, stack))
+                errors = prepared[-1].facts["relative_errors"]
+                say(
+                    f"{context}: {variant.spec.label}, batch {variant.batch}, lanes {variant.lanes}, rows by {variant.rows_by}: checked, "
+                    f"relative errors {errors}"
+                )
+            yield from _time(source, context, prepared, rates, index, repeats, common)
 
 
-def _prepare(source: Source, variant: Variant) -> _Prepared:
-    steps, facts = [], {}
+def _prepare(source: Source, variant: Variant, gatherer: RowGatherer | None, stack: contextlib.ExitStack) -> _Prepared:
+    steps: list[DecodeStep] = []
+    facts: dict[str, Any] = {}
+    own = None if variant.rows_by == "gpu" else gatherer
+    threads = {} if own is None else {"gather_threads": own.threads}
     for session in range(variant.sessions):
-        cache, scan = source.prepare(variant.spec, variant.batch, variant.lanes, session, variant.sessions)
-        step = DecodeStep(source.weights(), cache, scan, variant.k, variant.spec.policy)
+        cache, scan = source.prepare(variant.spec, variant.batch, variant.lanes, session, variant.sessions, variant.last_heads)
+        step = DecodeStep(
+            source.weights(),
+            cache,
+            scan,
+            variant.k,
+            variant.spec.policy,
+            rows_by=variant.rows_by,
+            gatherer=own,
+        )
+        stack.callback(step.release)
         step.token_ids.random_(0, step.weights.head.shape[0], generator=torch.Generator(step.weights.device).manual_seed(5))
         check = StepCheck(step, variant.spec.label)
         step.observer = check.observe
-        step.run()
+        try:
+            step.run()
+        except UserError:
+            step.check()  # rows that were not gathered are the reason why they differ
+            raise
         step.observer = None
-        facts = {**_traffic(step, check), **source.notes(cache), "relative_errors": {k: float(f"{v:.2e}") for k, v in check.errors.items()}}
+        step.check()
+        facts = {
+            **_traffic(step, check),
+            **source.notes(cache),
+            **threads,
+            "relative_errors": {k: float(f"{v:.2e}") for k, v in check.errors.items()},
+        }
         source.reset(cache)
         step.capture()
         steps.append(step)
@@ -187,11 +227,13 @@ def _time(
     together = datetime.now(UTC).isoformat(timespec="milliseconds")
     runs = [restarting(item) for item in prepared]
     samples = time_in_turn(runs, repeats, WARM_UP, gpu=gpu)
+    _check(prepared)
     for item, run, sample in zip(prepared, runs, samples, strict=True):
         wall, low, high = sample.wall_quantiles()
         times: dict[str, Any] = {"gpu_ms": None, "gpu_sum_ms": None, "event_ms": None, "parts_ms": {}, "launches": None}
         if gpu:
             profiled = profile_gpu(run, PROFILED)
+            _check(prepared)
             times = {
                 "gpu_ms": profiled.busy,
                 "gpu_sum_ms": profiled.total,
@@ -211,6 +253,8 @@ def _time(
             "batch": item.variant.batch,
             "sessions": item.variant.sessions,
             "lanes": item.variant.lanes,
+            "last_lane": item.variant.last_heads,
+            "rows_by": item.variant.rows_by,
             "index": index,
             "rerank": item.variant.spec.policy.rerank,
             "adaptive": item.steps[0].scan.adaptive,
@@ -225,6 +269,13 @@ def _time(
             **rates,
         }
         yield {**record, **_floor(record), **_validity(record)}
+
+
+def _check(prepared: Sequence[_Prepared]) -> None:
+    """Raise where rows of a step that is over were not gathered."""
+    for item in prepared:
+        for step in item.steps:
+            step.check()
 
 
 def _floor(record: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,15 @@ PARTS = {
     "scan": ("_scan_planes", "_scan_nibbles", "_scan_landmarks", "_gather_channels"),
     "top_k": ("_top_blocks", "_top_tokens"),
     "union": ("_union_rows",),
-    "rows": ("_fetch_rows",),
+    "rows": ("_fetch_rows", "_list_rows", "_take_rows"),
+    "rows_wait": ("_await_rows",),
     "rerank": ("_rescore_rows", "_keep_best"),
     "attention": ("_attend_pieces", "_join_pieces"),
     "gemm": ("_linear", "gemm", "gemv", "cutlass", "nvjet", "splitK"),
     "copy": ("Memcpy", "memcpy"),
 }
-"""Parts of a step by what kernel names contain; the rest is ``other``. A scan from host memory is transfer and scan in one kernel."""
+"""Parts of a step by what kernel names contain; the rest is ``other``. A scan from host memory is transfer and scan in one kernel;
+``rows_wait`` is the wait for rows that the CPU gathers."""
 
 
 @dataclass(frozen=True)

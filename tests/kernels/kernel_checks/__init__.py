@@ -9,7 +9,7 @@ Every output is poisoned first, so that a place nobody wrote, or wrote without n
 
 from __future__ import annotations
 
-from kernel_checks import branches, layer, selection, stores
+from kernel_checks import branches, handover, layer, selection, stores
 from kernel_checks.registry import CHECKS, case_name
 
-__all__ = ["CHECKS", "branches", "case_name", "layer", "selection", "stores"]
+__all__ = ["CHECKS", "branches", "case_name", "handover", "layer", "selection", "stores"]

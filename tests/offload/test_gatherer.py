@@ -1,0 +1,239 @@
+"""Rows gathered by the CPU: the thread and its mailboxes without a GPU, whose part the torch references play."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fathom_eval.errors import UserError
+from fathom_eval.kernels import handover
+from fathom_eval.kernels.handover import DONE, FAILED, LINE, REQUEST, TOTAL, await_rows, list_rows, take_rows
+from fathom_eval.kernels.rows import GroupRows, fetch_rows
+from fathom_eval.kernels.segments import SegmentTable
+from fathom_eval.offload import gatherer as module
+from fathom_eval.offload.arena import Arena, SegmentShape
+from fathom_eval.offload.cache import lanes_of
+from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered, default_rows
+from fathom_eval.selection import Policy
+
+CPU = torch.device("cpu")
+SHAPE = SegmentShape(2, 16, 2, torch.float32, ())
+TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    with Arena(SHAPE, CPU) as made:
+        for segment in made.grow(3):
+            segment.tensors["rows"].normal_()
+        yield made
+
+
+def table_of(arena: Arena, rows: int) -> SegmentTable:
+    return SegmentTable.of([segment.tensors["rows"] for segment in arena.segments], CPU, rows=rows)
+
+
+def union_of(lists: list[list[list[int]]]) -> GroupRows:
+    """Lists ``[R][H]`` of tokens."""
+    capacity = max(len(one) for row in lists for one in row) + 3
+    union = GroupRows.allocate(len(lists), len(lists[0]), 1, capacity, 0, 0, 1, CPU)
+    union.rows.fill_(10**6)
+    for row, heads in enumerate(lists):
+        for head, tokens in enumerate(heads):
+            union.rows[row, head, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            union.counts[row, head] = len(tokens)
+    return union
+
+
+def handed_over(gatherer: RowGatherer, table: SegmentTable, union: GroupRows) -> tuple[Box, Tensor]:
+    box = gatherer.box(union.rows.numel(), 2, SHAPE.head_dim, SHAPE.dtype)
+    out = torch.full((2, *union.rows.shape, SHAPE.head_dim), torch.nan)
+    list_rows(table, union, box.mailbox)
+    await_rows(box.mailbox)
+    take_rows(box.mailbox, union, out)
+    return box, out
+
+
+def asked(box: Box, ticket: int, total: int) -> None:
+    box.flags[TOTAL * LINE] = total
+    box.flags[REQUEST * LINE] = ticket
+
+
+def until(holds: object, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+TOKEN_LISTS = st.lists(st.integers(0, 3 * TOKENS - 1), max_size=40, unique=True).map(sorted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lists=st.integers(1, 3).flatmap(lambda rows: st.lists(st.lists(TOKEN_LISTS, min_size=2, max_size=2), min_size=rows, max_size=rows)))
+def test_gathered_rows_are_the_fetched_ones(arena: Arena, lists: list[list[list[int]]]) -> None:
+    """Ragged and empty lists included; places behind a count stay as they were."""
+    union, table = union_of(lists), table_of(arena, len(lists))
+    expected = torch.full((2, *union.rows.shape, SHAPE.head_dim), torch.nan)
+    fetch_rows(table, union, expected)
+    with RowGatherer(CPU, 1) as gatherer:
+        _, found = handed_over(gatherer, table, union)
+        gatherer.check()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_rows_at_the_edges_of_segments(arena: Arena) -> None:
+    tokens = [0, TOKENS - 1, TOKENS, 2 * TOKENS - 1, 2 * TOKENS, 3 * TOKENS - 1]
+    with RowGatherer(CPU, 2) as gatherer:
+        _, found = handed_over(gatherer, table_of(arena, 1), union_of([[tokens, tokens[:1]]]))
+    for slot, token in enumerate(tokens):
+        stored = arena.segments[token // TOKENS].tensors["rows"][0, token % TOKENS]
+        assert torch.equal(found[:, 0, 0, slot], stored)
+    assert torch.equal(found[:, 0, 1, 0], arena.segments[0].tensors["rows"][1, 0])
+
+
+def test_a_box_is_used_again_and_several_take_turns(arena: Arena) -> None:
+    table, unions = table_of(arena, 1), [union_of([[[number], [number, number + 1]]]) for number in range(20)]
+    with RowGatherer(CPU, 1) as gatherer:
+        boxes = [gatherer.box(16, 2, SHAPE.head_dim, SHAPE.dtype) for _ in range(3)]
+        for number, union in enumerate(unions):
+            for box in boxes:
+                out = torch.zeros(2, *union.rows.shape, SHAPE.head_dim)
+                list_rows(table, union, box.mailbox)
+                await_rows(box.mailbox)
+                take_rows(box.mailbox, union, out)
+                assert int(box.mailbox.ticket) == box.flags[DONE * LINE] == number + 1
+                assert torch.equal(out[:, 0, 1, 1], arena.segments[0].tensors["rows"][1, number + 1])
+        gatherer.check()
+
+
+def test_a_list_without_room_ends_the_thread_and_every_wait(arena: Arena) -> None:
+    with RowGatherer(CPU, 1) as gatherer:
+        wrong, other = (gatherer.box(8, 2, SHAPE.head_dim, SHAPE.dtype) for _ in range(2))
+        asked(wrong, 1, 9)
+        until(lambda: wrong.flags[DONE * LINE] < 0 and other.flags[DONE * LINE] < 0)
+        late = gatherer.box(8, 2, SHAPE.head_dim, SHAPE.dtype)
+        started = time.monotonic()
+        for box in (other, late):
+            await_rows(box.mailbox)
+            assert int(box.mailbox.given_up) == box.flags[FAILED * LINE] == 1
+        assert time.monotonic() - started < 0.5
+        with pytest.raises(UserError, match="the CPU could not gather rows: a list of 9 rows where 8 have room") as caught:
+            gatherer.check()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_nobody_waits_for_a_gatherer_that_does_not_run(arena: Arena) -> None:
+    gatherer = RowGatherer(CPU, 1)
+    table, union = table_of(arena, 1), union_of([[[1], [2]]])
+    before, _ = handed_over(gatherer, table, union)
+    assert before.gave_up
+    with pytest.raises(UserError, match="waited in vain"):
+        gatherer.check()
+    gatherer.drop([before])
+    gatherer.check()
+    with gatherer:
+        box, _ = handed_over(gatherer, table, union)
+        gatherer.check()
+    await_rows(box.mailbox)
+    assert box.gave_up
+
+
+def test_patience_ends_and_is_not_lost_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the thread lives and does not answer: one long wait, and none after it."""
+    monkeypatch.setattr(handover, "PATIENCE", 200)
+    box = Box.allocate(4, 2, 16, torch.float32, CPU)
+    box.answer(from_now_on=True)
+    await_rows(box.mailbox)
+    assert (int(box.mailbox.given_up), box.flags[FAILED * LINE]) == (1, 1)
+    monkeypatch.setattr(handover, "PATIENCE", 10**9)
+    await_rows(box.mailbox)
+    assert int(box.mailbox.ticket) == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_thread_ends_on_every_way_out(error: type[BaseException]) -> None:
+    gatherer = RowGatherer(CPU, 1)
+
+    def use() -> None:
+        with gatherer:
+            raise error
+
+    with pytest.raises(error):
+        use()
+    assert all(thread.name != "row gatherer" for thread in threading.enumerate())
+
+
+def test_threads_are_those_of_the_gatherer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(RowGatherer, "_look_around", lambda self: seen.append((self._stopping.wait(5), torch.get_num_threads())))
+    with RowGatherer(CPU, before + 2):
+        assert torch.get_num_threads() == before
+    assert seen == [(True, before + 2)]
+    assert torch.get_num_threads() == before
+
+
+def test_a_quiet_gatherer_sleeps(monkeypatch: pytest.MonkeyPatch, arena: Arena) -> None:
+    monkeypatch.setattr(module, "RESTLESS", 3)
+    monkeypatch.setattr(module, "PAUSE", 0.02)
+    with RowGatherer(CPU, 1) as gatherer:
+        gatherer.box(8, 2, SHAPE.head_dim, SHAPE.dtype)
+        started = time.thread_time_ns(), time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - started[1] < 0.1
+        _, found = handed_over(gatherer, table_of(arena, 1), union_of([[[5], [6]]]))
+    assert torch.equal(found[:, 0, 0, 0], arena.segments[0].tensors["rows"][0, 5])
+
+
+@pytest.mark.parametrize(
+    ("rows_by", "changes", "message"),
+    [
+        ("host", {}, "gpu, cpu, both, not by 'host'"),
+        ("cpu", {"rerank": 2.0}, "give --rows gpu"),
+        ("both", {"lanes": 1}, "or more lanes"),
+        ("cpu", {"head_dim": 96}, "rows of 768 bytes are not gathered"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(rows_by: str, changes: dict[str, float], message: str) -> None:
+    shape = SegmentShape(2, int(changes.get("head_dim", 16)), 2, torch.float32, ())
+    with pytest.raises(UserError, match=message):
+        check_gathered(rows_by, shape, Policy(rerank=changes.get("rerank", 1.0)), int(changes.get("lanes", 2)))
+    check_gathered("gpu", shape, Policy(rerank=2.0), 1)
+
+
+def test_who_gathers_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = (2**20, "host")
+    assert default_rows("auto", SHAPE, 1.0, 4, *long) == "gpu" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "default_threads", lambda: 8)
+    assert default_rows("auto", SHAPE, 1.0, 4, *long) == "both"
+    others = [(1.0, 1, *long), (1.5, 4, *long), (1.0, 4, 2**17, "host"), (1.0, 4, 2**20, "hbm")]
+    assert [default_rows("auto", SHAPE, *one) for one in others] == ["gpu"] * 4
+    assert default_rows("auto", SegmentShape(2, 96, 2, torch.float32, ()), 1.0, 4, *long) == "gpu"
+    assert default_rows("both", SHAPE, 1.0, 1, *long) == "gpu"
+    assert default_rows("cpu", SHAPE, 1.0, 1, 2**12, "hbm") == "cpu"
+    monkeypatch.setattr(module, "default_threads", lambda: 2)
+    assert default_rows("auto", SHAPE, 1.0, 4, *long) == "gpu"
+    with pytest.raises(UserError, match="at least one thread"):
+        RowGatherer(CPU, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "last", "sizes"),
+    [(1, 4, 1, [3, 2, 2, 1]), (1, 2, 2, [6, 2]), (1, 2, 7, [1, 7]), (2, 4, 1, [7, 1, 7, 1]), (1, 8, 1, [1] * 8)],
+)
+def test_the_last_lane_can_be_smaller(rows: int, count: int, last: int, sizes: list[int]) -> None:
+    lanes = lanes_of(rows, 8, count, last)
+    assert [lane.head_count for lane in lanes] == sizes
+    assert [lane.heads.start for lane in lanes[:: count // rows]] == [0] * rows
+    for one in [(1, 1, 1), (2, 3, 1), (1, 2, 8), (1, 8, 2)]:
+        with pytest.raises(UserError, match="the last one of"):
+            lanes_of(one[0], 8, *one[1:])
