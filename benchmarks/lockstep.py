@@ -84,7 +84,7 @@ def step_times(loaded: LoadedModel, prefix: Prefix, branches: list[Branch], step
 
 
 def profile(loaded: LoadedModel, prefix: Prefix, branches: list[Branch], steps: int, layers: int) -> dict[str, Any]:
-    """The kernels that take most of a step's time on the GPU, how many are launched, and which operations wait for the host."""
+    """The kernels that take most of a step's time on the GPU, how many run and are launched, and which operations wait for the host."""
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -94,15 +94,19 @@ def profile(loaded: LoadedModel, prefix: Prefix, branches: list[Branch], steps: 
     kernels: Counter[str] = Counter()
     times: Counter[str] = Counter()
     waits: Counter[str] = Counter()
+    calls = 0
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.name[:90]] += 1
             times[event.name[:90]] += event.device_time_total
         elif event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
             waits[event.name] += 1
+        elif event.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")):
+            calls += 1  # a graph is one, however many kernels it holds
     return {
         "gpu_ms_a_step": round(sum(times.values()) / 1000 / steps, 3),
-        "launches_a_layer": round(sum(kernels.values()) / steps / layers, 1),
+        "kernels_a_layer": round(sum(kernels.values()) / steps / layers, 1),
+        "launches_a_layer": round(calls / steps / layers, 1),
         "waits_a_step": {name: round(count / steps, 2) for name, count in waits.items()},
         "top": [
             {"kernel": name, "ms_a_step": round(taken / 1000 / steps, 3), "launches_a_step": round(kernels[name] / steps, 1)}
@@ -177,8 +181,8 @@ def main() -> None:
             result["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             if options.profile:
                 result["profile"] = {
-                    "dense": profile(loaded, prefix, dense, 8, options.layers),
-                    "branches": profile(loaded, prefix, branches, 8, options.layers),
+                    "dense": profile(loaded, prefix, dense, 16, options.layers),
+                    "branches": profile(loaded, prefix, branches, 16, options.layers),
                 }
     print(json.dumps(result, indent=2) if options.json else _words(result))
 

@@ -2,7 +2,8 @@
 
 ``fathom_eval`` is registered as an attention implementation through transformers' public interface, together with its mask
 function, so that a chunk over a cached prefix stays causal. Without a ``branches`` keyword it is the library's own SDPA (the dense
-prefill, reported to an observer if there is one); with one, each row of the batch is a branch that attends by its own method.
+prefill, reported to an observer if there is one); with one, each row of the batch is a branch that attends by its own method. With a
+``rehearsal`` keyword it attends to nothing: only the queries are wanted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ class PrefillObserver(Protocol):
         """Queries ``[H, G, m, D]`` of the chunk, and the keys ``[H, n, D]`` of all tokens up to its end."""
 
 
+class QueryRehearsal(Protocol):
+    """Wants to know the queries that an input leads to, and nothing else."""
+
+    def take(self, layer: int, query: Tensor) -> None:
+        """Post-RoPE queries ``[R, H, G, m, D]``."""
+
+
 class BranchAttention(Protocol):
     """Attention of many branches over one shared prefix."""
 
@@ -42,6 +50,7 @@ def attention(
     scaling: float | None = None,
     branches: BranchAttention | None = None,
     observer: PrefillObserver | None = None,
+    rehearsal: QueryRehearsal | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: ``query [R, Hq, m, D]`` to ``[R, m, Hq, D]``."""
@@ -50,6 +59,9 @@ def attention(
     heads = key.shape[1]
     grouped = query.view(rows, heads, query_heads // heads, length, head_dim)
     scale = head_dim**-0.5 if scaling is None else scaling
+    if rehearsal is not None:
+        rehearsal.take(layer, grouped)
+        return query.new_zeros(rows, length, query_heads, value.shape[-1]), None
     if branches is not None:
         output = branches.attend(layer, grouped.squeeze(-2), key, value, scale)
         return output.reshape(rows, 1, query_heads, -1).to(query.dtype), None

@@ -15,6 +15,9 @@ from fathom_eval.prefill import PrefixLayer
 Rows = slice | Tensor
 """Rows of the batch: a slice where they are consecutive, which costs no copy."""
 
+LONG, PIECE = 8192, 1024
+"""The inner dimension from which on :func:`folded` goes by pieces on a GPU, and of one piece."""
+
 
 def sealed_tokens(tokens: int, local: int) -> int:
     """Tokens in sealed blocks: full, and outside the local window."""
@@ -81,6 +84,20 @@ class ScoreBuffer:
 def folded(left: Tensor, right: Tensor) -> Tensor:
     """``[R, H, G, A] × [H, A, B]`` to ``[R, H, G, B]``: one product a head, so that ``right`` is read once for all rows."""
     rows, heads, group, inner = left.shape
-    product = left.transpose(0, 1).reshape(heads, rows * group, inner) @ right
+    lines = left.transpose(0, 1).reshape(heads, rows * group, inner)
+    product = pieced(lines, right) if left.is_cuda and inner >= LONG else lines @ right
     unfolded: Tensor = product.view(heads, rows, group, -1).transpose(0, 1)
     return unfolded
+
+
+def pieced(left: Tensor, right: Tensor) -> Tensor:
+    """``[H, L, A] × [H, A, B]`` to ``[H, L, B]`` by pieces of A, whose products are summed.
+
+    Few rows and channels of one long product keep only a few multiprocessors busy, and each of them for long.
+    """
+    whole = left.shape[-1] // PIECE * PIECE
+    found = left[..., whole:] @ right[:, whole:]
+    for head, (lines, columns) in enumerate(zip(left[..., :whole], right[:, :whole], strict=True)):
+        parts = torch.bmm(lines.unflatten(-1, (-1, PIECE)).transpose(0, 1), columns.unflatten(0, (-1, PIECE)))
+        found[head] += parts.sum(0)
+    return found

@@ -45,7 +45,10 @@ class MethodGroup:
 
 @dataclass
 class ScanGroup:
-    """Consecutive rows that scan the same store in the same layers, and the blocks that these branches sealed themselves."""
+    """Consecutive rows that scan the same store in the same layers, and the blocks that these branches sealed themselves.
+
+    ``steady``: See :func:`fathom_eval.branch_graphs.steady`.
+    """
 
     store: StoreSpec
     policy: Policy
@@ -55,6 +58,15 @@ class ScanGroup:
     own: list[Store | None]
     reads: list[Reads | DeferredReads] = field(default_factory=list)
     failed: bool = False
+    steady: bool = False
+
+    def note(self, plan: Tensor | None, reads: Reads | DeferredReads) -> None:
+        """Keep what was read in a layer, and by which plan, until it is added up."""
+        self.reads.append(reads)
+        if plan is not None:
+            for method in self.methods:
+                if not method.failed:
+                    method.plans.append(plan[method.rows])
 
 
 @dataclass

@@ -12,7 +12,7 @@ The layers of a model may lie on several devices. What is needed in every layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,30 +25,24 @@ from fathom_eval.branch_groups import (
     Bucket,
     Buckets,
     ExtendedGroup,
-    MethodGroup,
     ScanGroup,
     Scanned,
-    joint_plans,
     rows_on,
-    scan_groups,
     scan_key,
     select_groups,
 )
 from fathom_eval.branch_health import Health
+from fathom_eval.branch_scans import BranchScans
 from fathom_eval.devices import current
 from fathom_eval.extended import Field, Scored, attend_extended
-from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.branches import attend_everything, attend_lists, rerank_lists
 from fathom_eval.kernels.choose import NONE, choose_tokens
-from fathom_eval.memory_errors import is_out_of_memory
 from fathom_eval.methods import MethodSpec
-from fathom_eval.methods.step import Step
 from fathom_eval.models import ModelFacts
 from fathom_eval.prefill import Prefix
-from fathom_eval.reads import Reads
 from fathom_eval.reallocation import tempered
+from fathom_eval.rehearsal import Rehearsal
 from fathom_eval.selection import candidate_range, head_scores, union_of_group
-from fathom_eval.stores import ExactSpec, Store
 
 SETTLED_STEPS = 32
 """Steps after which what they have read is added up, unless somebody asks before."""
@@ -62,21 +56,21 @@ class Branch:
     k: int | None
 
 
-class BranchBatch:
+class BranchBatch(BranchScans):
     """The attention of all branches of one prefix; pass it to the model as ``branches=``.
 
     Args:
         prefix: Shared and never written.
         branches: The rows of the batch, in order; :func:`batch_order` gives the order that makes groups consecutive.
         facts: Of the model.
+        rehearsal: Of the same rows, for methods that ask for it.
 
     Attributes:
         failures: Why rows have failed, one line each. What they output from then on means nothing.
     """
 
-    def __init__(self, prefix: Prefix, branches: Sequence[Branch], facts: ModelFacts) -> None:
-        self.prefix, self.branches, self.facts = prefix, tuple(branches), facts
-        self.failures: dict[int, str] = {}
+    def __init__(self, prefix: Prefix, branches: Sequence[Branch], facts: ModelFacts, rehearsal: Rehearsal | None = None) -> None:
+        super().__init__(prefix, branches, facts, rehearsal)
         on = [layer.keys.device for layer in prefix.layers]
         self._home, devices = on[0], list(dict.fromkeys(on))
         self._tally = Tally(len(self.branches), facts.kv_heads, on)
@@ -84,15 +78,6 @@ class BranchBatch:
         self._unsettled = 0
         self._settled = False
         self._scores = ScoreBuffer()
-        self._previous: Tensor | None = None
-        self._scans = scan_groups(self.branches, facts, len(on), prefix.tokens)
-        for scan in self._scans:
-            self._index(scan)
-        self._extended: dict[int, ExtendedGroup] = {}
-        for scan in self._scans:
-            spec, k = scan.methods[0].spec, self.branches[scan.rows.start].k
-            if k is not None and spec.method.extended:
-                self._extended[scan.rows.start] = ExtendedGroup(spec, k, scan, [{} for _ in prefix.layers])
         self._selects = select_groups(self.branches, devices)
         self._buckets = {device: Buckets(self._selects, device) for device in devices}
         self._dense = tuple(row for row, branch in enumerate(self.branches) if branch.k is None)
@@ -121,9 +106,7 @@ class BranchBatch:
         if self._scans:
             scores = self._scores.of(context)
             scans = [group for group in self._scans if not group.policy.is_dense(layer)]
-            tail = self._score_tail(scans, context, scores)
-            found = [self._scan(group, layer, context, scores, tail) for group in scans]
-            scanned = {one.group.rows.start: one for one in found if one is not None}
+            scanned = self._scan_all(scans, layer, context, scores)
             self._health.watch_scores(layer, scores)
             for group in self._selects:
                 if group.policy.is_dense(layer):
@@ -160,112 +143,6 @@ class BranchBatch:
             self._settle(scan)
         self._tally.settle()
         self._unsettled, self._settled = 0, True
-
-    def _index(self, group: ScanGroup) -> None:
-        """Let each method prepare what it needs of every layer."""
-        for method in group.methods:
-            try:
-                for layer in self.prefix.layers:
-                    with current(layer.keys.device):
-                        method.indexes.append(method.spec.method.index(layer, self.facts))
-            except Exception as error:
-                self._fail_method(group, method, "the prefix", error)
-
-    def _score_tail(self, groups: Sequence[ScanGroup], context: StepContext, scores: Tensor) -> bool:
-        """Score the unsealed tokens of all rows exactly, in one go where all seal the same tokens."""
-        plain = [group for group in groups if group.rows.start not in self._extended]
-        sealed = {sealed_tokens(context.tokens, group.policy.local) for group in plain}
-        if len(sealed) != 1:
-            return False
-        [start] = sealed
-        rows = slice(plain[0].rows.start, plain[-1].rows.stop)
-        scores[rows, ..., start:] = context.exact_scores(rows, context.query[rows], start)
-        return True
-
-    def _scan(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor, tail: bool) -> Scanned | None:
-        """Score all tokens for the rows of one store; None where the group has failed."""
-        if not group.failed:
-            try:
-                return self._scan_store(group, layer, context, scores, tail)
-            except Exception as error:
-                self._fail(range(group.rows.start, group.rows.stop), f"layer {layer}", error)
-                group.failed = True
-        # Rows that have failed are selected along with the others: any scores do, but ties would cost time.
-        scores[group.rows] = -torch.arange(context.tokens, dtype=torch.float32, device=scores.device)
-        return None
-
-    def _scan_store(self, group: ScanGroup, layer: int, context: StepContext, scores: Tensor, tail: bool) -> Scanned:
-        """Score sealed blocks by the store, and the unsealed tail exactly unless that is done."""
-        sealed = sealed_tokens(context.tokens, group.policy.local)
-        shared = context.layer.store(group.store, group.sealed)
-        own = self._seal(group, layer, context, shared, sealed)
-        stores = tuple(store for store in (shared, own) if store is not None and store.tokens)
-        extended = self._extended.get(group.rows.start)
-        step = self._step(extended, layer, context, stores) if extended is not None else None
-        query = context.query[group.rows] if step is None else group.methods[0].spec.method.scan_query(step)
-        projected = shared.project(query)
-        plan = self._plan(group, layer, projected, step)
-        reads = shared.scan_into(query, projected, plan, scores[group.rows][..., :sealed], own)
-        counted = 0 if isinstance(group.store, ExactSpec) else sealed
-        if reads.tokens != counted or (isinstance(reads, Reads) and reads.code_bits.shape != query.shape[:2]):
-            shape = tuple(reads.code_bits.shape) if isinstance(reads, Reads) else ()
-            raise ValueError(f"its store reports reads of {reads.tokens} of {sealed} tokens, shape {shape}")
-        if step is not None or not tail:
-            scores[group.rows, ..., sealed:] = context.exact_scores(group.rows, query, sealed)
-        group.reads.append(reads)
-        return Scanned(group, shared, stores, query, plan)
-
-    def _plan(self, group: ScanGroup, layer: int, projected: Tensor, step: Step | None) -> Tensor | None:
-        """The plans of all rows. A method that fails here reads nothing from now on."""
-        parts: list[Tensor | None] = [None] * len(group.methods) if step is not None else joint_plans(group.methods, layer, projected)
-        for at, method in enumerate(group.methods):
-            if method.failed or parts[at] is not None:
-                continue
-            try:
-                rows, index = projected[method.rows], method.indexes[layer]
-                part = method.spec.method.plan(rows, index) if step is None else method.spec.method.plan_step(rows, step)
-                if part is not None and part.shape[:2] != rows.shape[:2]:
-                    raise ValueError(f"its plan is of shape {tuple(part.shape)} for {rows.shape[0]} rows and {rows.shape[1]} heads")
-                parts[at] = part
-            except Exception as error:
-                self._fail_method(group, method, f"layer {layer}", error)
-        planned = [part for part in parts if part is not None]
-        if group.failed or not planned:
-            return None
-        for at, method in enumerate(group.methods):
-            part = parts[at]
-            if part is not None and part.shape[2:] == planned[0].shape[2:]:
-                method.plans.append(part)
-                continue
-            if not method.failed:
-                self._fail_method(group, method, f"layer {layer}", ValueError("its plan is not of the form that its store needs"))
-            parts[at] = planned[0].new_zeros(method.rows.stop - method.rows.start, *planned[0].shape[1:])
-        return torch.cat([part for part in parts if part is not None]) if len(parts) > 1 else parts[0]
-
-    def _step(self, group: ExtendedGroup, layer: int, context: StepContext, stores: tuple[Store, ...]) -> Step:
-        rows, query = group.scan.rows, context.query
-        return Step(
-            layer=layer,
-            index=group.scan.methods[0].indexes[layer],
-            k=group.k,
-            scaling=context.scaling,
-            length=context.tokens,
-            tokens=torch.full((rows.stop - rows.start,), context.tokens, dtype=torch.int64, device=query.device),
-            query=query[rows],
-            previous_query=None if self._previous is None else self._previous[rows].to(query.device),
-            stores=stores,
-            state={},
-        )
-
-    def _seal(self, group: ScanGroup, layer: int, context: StepContext, shared: Store, sealed: int) -> Store | None:
-        """Seal the blocks that have left the local window since the prefill. They belong to these branches alone."""
-        own = group.own[layer]
-        done = group.sealed + (own.tokens if own is not None else 0)
-        if sealed > done:
-            if own is None:
-                own = group.own[layer] = shared.empty(group.rows.stop - group.rows.start)
-            own.seal(context.key_range(group.rows, done, sealed), context.value_range(group.rows, done, sealed))
-        return own
 
     def _settle(self, group: ScanGroup) -> None:
         """Add up what a group has read since the last time."""
@@ -371,18 +248,6 @@ class BranchBatch:
         self._tally.add_rows(layer, rows, found.selection.rows, found.selection.candidate_rows)
         self._tally.attend(range(rows.start, rows.stop), 0)
         return found.output
-
-    def _fail_method(self, group: ScanGroup, method: MethodGroup, where: str, error: Exception) -> None:
-        self._fail(range(group.rows.start + method.rows.start, group.rows.start + method.rows.stop), where, error)
-        method.failed = True
-        group.failed = all(one.failed for one in group.methods)
-
-    def _fail(self, rows: Iterable[int], where: str, error: Exception) -> None:
-        """Note why rows have failed. A lack of memory is raised instead: a smaller batch may do."""
-        if is_out_of_memory(error):
-            raise error
-        for row in rows:
-            self.failures.setdefault(row, f"{where}: {type(error).__name__}: {one_line(error)}")
 
 
 def batch_order(branches: Sequence[Branch], facts: ModelFacts) -> list[int]:

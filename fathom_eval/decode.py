@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from fathom_eval.branches import Branch, BranchBatch, batch_order
 from fathom_eval.compat import cache_argument
 from fathom_eval.errors import UserError
 from fathom_eval.prefill import Prefix, use_attention
+from fathom_eval.rehearsal import Rehearsal, needed_rehearsal
 
 if TYPE_CHECKING:
     from fathom_eval.models import LoadedModel
@@ -118,8 +120,23 @@ def decode(
             f"{prefix.tokens + 1} prompt tokens and {max_new_tokens} to generate exceed the {facts.max_positions} that {facts.name} holds"
         )
     use_attention(loaded)
+    rehearsal = needed_rehearsal((branch.spec.method for branch in branches), model, facts.layers)
+    with nullcontext() if rehearsal is None else rehearsal.watching():
+        return _decode(loaded, prefix, branches, max_new_tokens, stop_strings, progress, rehearsal)
+
+
+def _decode(
+    loaded: LoadedModel,
+    prefix: Prefix,
+    branches: Sequence[Branch],
+    max_new_tokens: int,
+    stop_strings: tuple[str, ...],
+    progress: Callable[[int], None] | None,
+    rehearsal: Rehearsal | None,
+) -> list[BranchResult]:
+    facts, model = loaded.facts, loaded.model
     order = batch_order(branches, facts)
-    batch = BranchBatch(prefix, [branches[row] for row in order], facts)
+    batch = BranchBatch(prefix, [branches[row] for row in order], facts, rehearsal)
     rows = len(branches)
     cache: Cache = _TailCache(prefix.tokens)
     ends = torch.tensor(facts.eos_token_ids, device=model.device, dtype=torch.int64)

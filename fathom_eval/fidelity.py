@@ -24,6 +24,7 @@ from fathom_eval.fidelity_windows import TASK, Windows, WindowSource
 from fathom_eval.methods import MethodSpec
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.observations import needed_observations
+from fathom_eval.rehearsal import Rehearsal, needed_rehearsal
 from fathom_eval.run import Run, record_key
 from fathom_eval.session_data import SourceSettings
 from fathom_eval.session_windows import SessionWindows
@@ -154,13 +155,16 @@ def _measure(
         if progress is not None:
             progress(f"window {unit.index} of {unit.context} tokens, {what}")
 
-    observations = needed_observations((branch.spec.method for branch in unit.branches), loaded.facts)
+    methods = [branch.spec.method for branch in unit.branches]
+    observations = needed_observations(methods, loaded.facts)
+    rehearsal = needed_rehearsal(methods, loaded.model, loaded.facts.layers, first=len(token_ids) - positions)
     layers = capture(
         loaded,
         token_ids,
         positions,
         full_window=full_window,
         observations=observations,
+        rehearsal=rehearsal,
         progress=lambda done: say(f"prefill {done}"),
     )
     count = len(layers)
@@ -173,7 +177,7 @@ def _measure(
         layer = layers.pop(0)
         queries = layer.queries
         with current(layer.keys.device):
-            sums = _layer_sums(layer, number, unit.branches, loaded.facts, full_window, failures, previous)
+            sums = _layer_sums(layer, number, unit.branches, loaded.facts, full_window, failures, previous, rehearsal)
         del layer
         previous = queries
         settle(number, sums, totals, failures)
@@ -190,12 +194,20 @@ def _layer_sums(
     full_window: bool,
     failures: dict[MethodSpec, str],
     previous_queries: Tensor | None,
+    rehearsal: Rehearsal | None,
 ) -> dict[Branch, Tensor]:
     sums: dict[Branch, Tensor] = {}
     if previous_queries is not None:
         previous_queries = previous_queries.to(layer.queries.device)
     comparison = LayerComparison(
-        layer, number, branches, facts, full_window=full_window, failures=failures, previous_queries=previous_queries
+        layer,
+        number,
+        branches,
+        facts,
+        full_window=full_window,
+        failures=failures,
+        previous_queries=previous_queries,
+        rehearsal=rehearsal,
     )
     for _, branch, outcome in comparison.outcomes():
         found = outcome_sums(outcome)

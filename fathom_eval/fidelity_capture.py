@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fathom_eval.fidelity_layer import WindowLayer
 from fathom_eval.models import LoadedModel
 from fathom_eval.observations import LayerObservers, Observation
 from fathom_eval.prefill import CHUNK, use_attention
+from fathom_eval.rehearsal import Rehearsal
 
 
 def capture(
@@ -26,6 +28,7 @@ def capture(
     full_window: bool = False,
     chunk: int = CHUNK,
     observations: Sequence[Observation] = (),
+    rehearsal: Rehearsal | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[WindowLayer]:
     """Run the model densely over a window and keep its keys and values, and the queries of its last positions.
@@ -36,6 +39,7 @@ def capture(
         full_window: Query moments of the whole window, instead of those before the first evaluated position.
         chunk: Tokens of one forward pass.
         observations: What else to gather, of the same positions as the moments.
+        rehearsal: To watch the prefill.
         progress: Called with the tokens done so far after every chunk.
 
     Raises:
@@ -50,18 +54,19 @@ def capture(
         model(input_ids=ids[:, :1], use_cache=True, logits_to_keep=1, branches=probe, **{cache_argument(model): scratch})
         observer = _QueryCapture(facts.layers, len(token_ids) - positions, full_window, observations)
         cache: Any = DynamicCache()
-        for start in range(0, len(token_ids), chunk):
-            stop = min(start + chunk, len(token_ids))
-            model(
-                input_ids=ids[:, start:stop],
-                position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
-                use_cache=True,
-                logits_to_keep=1,
-                observer=observer,
-                **{cache_argument(model): cache},
-            )
-            if progress is not None:
-                progress(stop)
+        with nullcontext() if rehearsal is None else rehearsal.watching():
+            for start in range(0, len(token_ids), chunk):
+                stop = min(start + chunk, len(token_ids))
+                model(
+                    input_ids=ids[:, start:stop],
+                    position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
+                    use_cache=True,
+                    logits_to_keep=1,
+                    observer=observer,
+                    **{cache_argument(model): cache},
+                )
+                if progress is not None:
+                    progress(stop)
     layers = []
     for number in range(facts.layers):
         keys, values = cache.layers[number].keys[0], cache.layers[number].values[0]

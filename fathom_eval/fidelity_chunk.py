@@ -143,8 +143,9 @@ class Chunk:
         """All positions at once, or one of them, which sees no more columns than it has tokens."""
         rows, length = (slice(None), step.length) if row is None else (slice(row, row + 1), self.tokens[row])
         if row is not None:
-            previous = None if step.previous_query is None else step.previous_query[rows]
+            previous, rehearsed = (None if one is None else one[rows] for one in (step.previous_query, step.rehearsed_query))
             step = replace(step, length=length, tokens=step.tokens[rows], query=step.query[rows], previous_query=previous)
+            step = replace(step, rehearsed_query=rehearsed)
             assert not isinstance(field.counts, int)
             assert not isinstance(field.fetched, int)
             competing, kept = field.competing[rows, ..., :length], field.kept[rows, ..., :length]

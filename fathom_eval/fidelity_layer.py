@@ -28,9 +28,10 @@ from fathom_eval.methods.step import Step
 from fathom_eval.models import ModelFacts
 from fathom_eval.observations import Observation
 from fathom_eval.prefill import PrefixLayer
+from fathom_eval.rehearsal import Rehearsal, rehearsed_query
 from fathom_eval.stores import ExactSpec, Store, StoreSpec
 
-SCORE_ELEMENTS = 2**25
+SCORE_ELEMENTS, GPU_SCORE_ELEMENTS = 2**25, 2**26
 """Scores of one chunk (128 MB in fp32): what bounds memory at long contexts. A few tensors of this size live at a time."""
 
 
@@ -64,6 +65,7 @@ class LayerComparison:
         full_window: Statistics, bases and sealed blocks of the whole window, instead of what a position's own past holds.
         failures: Filled with why a method failed, one line each; those that are in it already are left out.
         previous_queries: Queries of the layer before at the same positions, ``[P, H, G, D]``.
+        rehearsal: Of the same positions, for methods that ask for it.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class LayerComparison:
         full_window: bool,
         failures: dict[MethodSpec, str],
         previous_queries: Tensor | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._layer, self._number, self._facts, self._full_window, self.failures = layer, number, facts, full_window, failures
-        self._previous_queries = previous_queries
+        self._previous_queries, self._rehearsal = previous_queries, rehearsal
         self._tokens = layer.keys.shape[1]
         self._first = self._tokens - len(layer.queries)
         self._keys, self._values = layer.keys.float(), layer.values.float()
@@ -106,7 +109,8 @@ class LayerComparison:
     def _chunks(self) -> Iterator[tuple[int, int]]:
         """Runs of positions with one number of sealed blocks, short enough for their scores to fit the bound."""
         query_heads = self._layer.queries.shape[1] * self._layer.queries.shape[2]
-        most = max(1, SCORE_ELEMENTS // (query_heads * self._tokens))
+        bound = GPU_SCORE_ELEMENTS if self._keys.is_cuda else SCORE_ELEMENTS
+        most = max(1, bound // (query_heads * self._tokens))
         locals_ = sorted({local for _, local in self._groups})
         start, count = 0, len(self._layer.queries)
         while start < count:
@@ -153,6 +157,7 @@ class LayerComparison:
         store_spec = method.store(self._facts)
         exact = store_spec is None or isinstance(store_spec, ExactSpec)
         store = None if exact or store_spec is None else self._store(store_spec, local, self._sealed(chunk.tokens[0], local))
+        rehearsed = rehearsed_query(self._rehearsal, method, self._number)
         return Step(
             layer=self._number,
             index=self._index(method),
@@ -164,6 +169,7 @@ class LayerComparison:
             previous_query=None if self._previous_queries is None else self._previous_queries[positions],
             stores=() if store is None or not store.tokens else (store,),
             state={},
+            rehearsed_query=None if rehearsed is None else rehearsed[positions],
         )
 
     def _index(self, method: Method) -> Any:

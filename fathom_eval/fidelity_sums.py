@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,8 +25,14 @@ class Totals:
 # What is summed over positions and heads: errors and recall a query head, rows a KV head, reads a KV head and position.
 _PER_QUERY = ("error_dense", "error_exact", "oracle_error", "squared_error_dense", "squared_error_exact", "squared_oracle_error", "recall")
 _PER_KV = ("rows", "candidate_rows")
-_COUNTS = ("near_ties",)
 _READS = ("scan_bits", "declared_bits", "scan_tokens", "scans", "channels", "differing", "negative", "astray", "excessive", "broken")
+
+# The order of an outcome's vector: real numbers, integers of the device, and what is known without it.
+_ORDER = (
+    *(*_PER_QUERY, "scan_bits", "declared_bits", "channels"),
+    *(*_PER_KV, "near_ties", "differing", "negative", "astray", "excessive", "broken"),
+    *("query_heads", "kv_heads", "scan_tokens", "scans"),
+)
 
 MOST_BITS = 1024
 """Of a channel of one token: a scan that reports more is not counted right. Hash tables read hundreds of entries a token."""
@@ -34,35 +41,36 @@ MOST_BITS = 1024
 def outcome_sums(outcome: Outcome) -> Tensor:
     """All sums of an outcome as one fp64 vector on the device, so that a layer's results cross over in one transfer."""
     errors = torch.stack([outcome.dense_error, outcome.exact_error, outcome.oracle_error]).double()
-    parts = [*errors.sum((1, 2, 3)), *errors.square().sum((1, 2, 3)), outcome.recall.sum(dtype=torch.float64)]
-    parts += [outcome.rows.sum(), outcome.candidate_rows.sum(), outcome.near_ties.sum()]
-    numbers: list[float] = [outcome.recall.numel(), outcome.rows.numel()]
-    scan = outcome.scan
+    device, scan = errors.device, outcome.scan
+    counts = [outcome.rows.sum(), outcome.candidate_rows.sum(), outcome.near_ties.sum()]
     if scan is None or scan.reads is None:
-        reads: list[Tensor | float] = [*[0.0] * (len(_READS) - 1), 0.0 if scan is None else scan.broken]
+        tokens = scans = 0
+        read = torch.zeros(3, dtype=torch.float64, device=device)
+        counts += [*[_number(0, device)] * 4, _number(0, device) if scan is None else scan.broken.long()]
     else:
-        head_dim, channels = outcome.output.shape[-1], scan.reads.channels
-        bits, tokens, scans = scan.reads.bits.double(), scan.reads.tokens, scan.reads.bits.numel()
-        declared = bits if scan.declared_bits is None else scan.declared_bits * tokens
-        reads = [bits.sum(), declared.sum(), tokens * scans, scans, channels.sum()]
-        reads += [(bits != declared).sum(), (bits < 0).sum(), ((channels < 0) | (channels > head_dim)).sum()]
-        reads += [(bits > MOST_BITS * head_dim * tokens).sum(), scan.broken]
-    # A number becomes a tensor by filling one, which does not wait for the device as a copy does.
-    return torch.stack(
-        [
-            part.double() if isinstance(part, Tensor) else torch.full((), float(part), dtype=torch.float64, device=errors.device)
-            for part in (*numbers, *parts, *reads)
-        ]
-    )
+        head_dim, channels, bits = outcome.output.shape[-1], scan.reads.channels, scan.reads.bits.double()
+        tokens, scans = scan.reads.tokens, bits.numel()
+        stated = bits if scan.declared_bits is None else scan.declared_bits * tokens
+        read = torch.stack([bits.sum(), stated.sum(), channels.sum().double()])
+        counts += [(bits != stated).sum(), (bits < 0).sum(), ((channels < 0) | (channels > head_dim)).sum()]
+        counts += [(bits > MOST_BITS * head_dim * tokens).sum(), scan.broken.long()]
+    known = [_number(number, device) for number in (outcome.recall.numel(), outcome.rows.numel(), tokens * scans, scans)]
+    parts = (errors.sum((1, 2, 3)), errors.square().sum((1, 2, 3)), outcome.recall.sum(dtype=torch.float64).view(1), read)
+    return torch.cat([*parts, torch.stack([*counts, *known]).double()])
+
+
+@lru_cache(maxsize=256)
+def _number(value: int, device: torch.device) -> Tensor:
+    """An int64 scalar on the device, made by filling it, which does not wait as a copy does."""
+    return torch.full((), value, dtype=torch.int64, device=device)
 
 
 def settle(number: int, sums: dict[Branch, Tensor], totals: dict[Branch, Totals], failures: dict[MethodSpec, str]) -> None:
     """Take a layer's sums to the host, refuse what cannot be, and keep the rest."""
     if not sums:
         return
-    names = ("query_heads", "kv_heads", *_PER_QUERY, *_PER_KV, *_COUNTS, *_READS)
     for branch, values in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True):
-        found = dict(zip(names, values, strict=True))
+        found = dict(zip(_ORDER, values, strict=True))
         for name in _PER_QUERY:
             found[name] /= found["query_heads"]
         for name in _PER_KV:

@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 ENTRY_BITS = 32
 """Of a token's number in a bucket."""
 
+SINK = 4
+"""First tokens, which the authors' code keeps out of the mean that keys are centred by, as it does the local window's."""
+
 _COMPARED = 2**26
 """Hashes compared at a time (64 MB)."""
 
 
 @dataclass(frozen=True)
 class HashSpec(StoreSpec):
-    """``tables`` hashes of ``bits`` sign projections each, drawn with ``seed``, of the keys less the mean of the prefix's."""
+    """``tables`` hashes of ``bits`` sign projections each, drawn with ``seed``, of the keys less the mean of those that can be sampled.
+
+    That is the mean of the prefix's sealed tokens beyond the sink; of all its tokens where there are none.
+    """
 
     bits: int
     tables: int
@@ -35,7 +41,8 @@ class HashSpec(StoreSpec):
     def build(self, layer: PrefixLayer, tokens: int) -> Store:
         generator = torch.Generator().manual_seed(self.seed)
         projections = torch.randn(layer.keys.shape[-1], self.tables * self.bits, generator=generator).to(layer.keys.device)
-        store = HashStore(projections, self.tables, layer.key_statistics.mean, layer.keys[:, :0])
+        mean = layer.keys[:, SINK:tokens].float().mean(1) if tokens > SINK else layer.key_statistics.mean
+        store = HashStore(projections, self.tables, mean, layer.keys[:, :0])
         store.append(layer.keys[:, :tokens])
         return store
 
@@ -50,7 +57,7 @@ class HashStore(Store):
     Args:
         projections: fp32 ``[D, L·K]``.
         tables: L.
-        mean: Of the keys, fp32 ``[H, D]``.
+        mean: What keys are centred by, fp32 ``[H, D]``.
         keys: None yet, ``[…, H, 0, D]``; the keys themselves stay the model's, for the angles of those that are sampled.
     """
 

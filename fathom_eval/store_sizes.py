@@ -15,6 +15,7 @@ from fathom_eval.landmarks import CodedLandmarkSpec
 from fathom_eval.nonuniform import NonuniformSpec
 from fathom_eval.outliers import OutlierLandmarkSpec
 from fathom_eval.pages import PageSpec
+from fathom_eval.pair_graph import PairGraphSpec
 from fathom_eval.planes import PlaneSpec
 from fathom_eval.representatives import RepresentativeSpec
 from fathom_eval.rotated import RotatedSpec
@@ -66,6 +67,8 @@ def _plain_bytes(spec: StoreSpec, facts: ModelFacts, item: int) -> float:
             return 8 + 4 * channels / size
         case GraphSpec(links=links):  # in the host's memory, which is the device's on a CPU
             return 4 * channels + 8 * links if facts.device.startswith("cpu") else 0
+        case PairGraphSpec(links=links):
+            return 4 * links
         case _:
             return channels * item  # a store of another package: no more than the keys themselves
 

@@ -233,7 +233,7 @@ class LandmarkStore(Store):
         zero = torch.zeros(rows, heads, dtype=torch.int64, device=query.device)
         entries = self._landmarks.shape[-2] * channels
         reads = Reads(zero, zero, zero + 16 * entries, zero + channels, self.tokens)
-        return scores.repeat_interleave(self._size, dim=-1), reads
+        return scores.unsqueeze(-1).expand(*scores.shape, self._size).flatten(-2), reads
 
 
 def batched_scores(queries: Tensor, values: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ def read_depths(importance: Tensor, budget: int | tuple[int, ...] | Tensor, max_
     return depths
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _first_places(counts: tuple[int, ...], places: int, device: torch.device, value: int = 1) -> Tensor:
-    """int64 ``[len(counts), places]``: a value in the first so many places of each row. Made once: a step must not wait for the device."""
+    """int64 ``[len(counts), places]``: a value in the first so many places of each row. Kept: a step must not wait for the device."""
     return ((torch.arange(places) < torch.tensor(counts).unsqueeze(-1)) * value).to(device)
 
 
@@ -86,7 +86,7 @@ def _plane_thresholds(importance: Tensor, max_depth: int) -> Tensor:
     return importance.float().unsqueeze(-1) * _plane_steps(max_depth, importance.device)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def _plane_steps(max_depth: int, device: torch.device) -> Tensor:
     """4^-(d + 1/2) of every depth d, exact powers of two."""
     return torch.tensor([2.0 ** -(2 * depth + 1) for depth in range(max_depth)]).to(device)

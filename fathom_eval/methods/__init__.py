@@ -23,14 +23,14 @@ from fathom_eval.methods.controls import Dense, ExactTopK
 from fathom_eval.methods.double_sparsity import DoubleSparsity, DoubleSparsityPublished
 from fathom_eval.methods.fathom import Fathom
 from fathom_eval.methods.h2o import H2O
-from fathom_eval.methods.infinigen import InfiniGen, InfiniGenSkewed
+from fathom_eval.methods.infinigen import InfiniGen, InfiniGenPublished, InfiniGenSkewed
 from fathom_eval.methods.infllm import InfLLM, InfLLMPublished
 from fathom_eval.methods.landmark import Landmark
 from fathom_eval.methods.loki import Loki, LokiPublished
 from fathom_eval.methods.magicpig import MagicPIG, MagicPIGPublished
 from fathom_eval.methods.quantised import Kivi, KVQuant, TurboQuant
 from fathom_eval.methods.quest import Quest, QuestPublished
-from fathom_eval.methods.retrieval_attention import RetrievalAttention
+from fathom_eval.methods.retrieval_attention import RetrievalAttention, RetrievalAttentionPublished
 from fathom_eval.methods.retroinfer import RetroInfer, RetroInferPublished
 from fathom_eval.methods.self_indexing import SelfIndexing
 from fathom_eval.methods.shadowkv import ShadowKV
@@ -74,8 +74,10 @@ BUILT_IN: tuple[type[Method], ...] = (
     MagicPIG,
     MagicPIGPublished,
     RetrievalAttention,
+    RetrievalAttentionPublished,
     InfiniGen,
     InfiniGenSkewed,
+    InfiniGenPublished,
     SelfIndexing,
     Kivi,
     TurboQuant,
@@ -133,15 +135,19 @@ EVERY = (
     "magicpig_published",
     "retrieval_attention",
     "retrieval_attention:kind=hnsw",
+    "retrieval_attention:kind=pairs",
+    "retrieval_attention_published",
     "infinigen",
+    "infinigen:query=rehearsed",
     "infinigen:query=own",
     "infinigen_skewed",
+    "infinigen_published",
     "self_indexing",
     "kivi",
     "turboquant",
     "kvquant",
 )
-"""One or two standard points of every method, as the paper defines it and as published (``--methods all``)."""
+"""One or two standard points of every method, as the paper defines it and as published; ``--methods all`` adds :func:`plug_ins`."""
 
 _NAMED = {"paper": PAPER, "all": EVERY}
 
@@ -168,6 +174,12 @@ def registry(wanted: str | None = None) -> dict[str, type[Method]]:
             continue
         methods[method.name] = method
     return methods
+
+
+def plug_ins() -> tuple[str, ...]:
+    """Names of the methods that installed packages give."""
+    built_in = {method.name for method in BUILT_IN}
+    return tuple(name for name in registry() if name not in built_in)
 
 
 def _loaded(entry: EntryPoint, methods: Container[str]) -> type[Method]:
@@ -210,11 +222,13 @@ class MethodSpec:
 
     Attributes:
         optional: It stands for itself in a list such as ``all``, so it can be left out where it cannot run. No part of its identity.
+        impossible: The k of this run at which it cannot run and is left out. No part of its identity either.
     """
 
     method: Method
     policy: Policy
     optional: bool = dataclasses.field(default=False, compare=False)
+    impossible: frozenset[int] = dataclasses.field(default=frozenset(), compare=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -328,37 +342,19 @@ def parse_method(text: str) -> MethodSpec:
 def parse_methods(text: str) -> list[MethodSpec]:
     """A comma-separated list of methods.
 
-    ``paper`` stands for the scans of the paper's main tables and ``all`` for :data:`EVERY`, whose methods are optional unless they are
-    named beside it.
+    ``paper`` stands for the scans of the paper's main tables and ``all`` for :data:`EVERY` and the :func:`plug_ins` as they are without
+    options, all of them optional unless they are named beside it.
     """
     specs: dict[MethodSpec, MethodSpec] = {}
     for word in text.split(","):
         optional = word.strip() == "all"
-        for item in _NAMED.get(word.strip(), (word,)):
+        further = plug_ins() if optional else ()
+        for item in (*_NAMED.get(word.strip(), (word,)), *further):
             spec = dataclasses.replace(parse_method(item), optional=optional)
             if spec not in specs or not optional:
                 specs.pop(spec, None)
                 specs[spec] = spec
     return list(specs.values())
-
-
-def workable(specs: Iterable[MethodSpec], check: Callable[[MethodSpec], None], say: Callable[[str], None]) -> list[MethodSpec]:
-    """Those that pass a check; one that does not is left out with a line if it is optional.
-
-    Raises:
-        UserError: One that is not optional does not pass.
-    """
-    kept = []
-    for spec in specs:
-        try:
-            check(spec)
-        except UserError as error:
-            if not spec.optional:
-                raise
-            say(f"left out: {error}")
-            continue
-        kept.append(spec)
-    return kept
 
 
 def _option_types(kind: type) -> dict[str, Any]:

@@ -87,6 +87,11 @@ class Method(ABC):
         """What the prefill has to gather for it; :meth:`index` finds it in ``layer.observations``."""
         return ()
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether it wants ``step.rehearsed_query``, for which every layer's attention module runs once more a step."""
+        return False
+
     def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
         """Whatever it derives once from a prefix layer (statistics, a fixed plan) and needs in every step."""
         return None

@@ -27,6 +27,8 @@ class Step:
             (keys ``[H, n, D]``), a second one holds what each row sealed itself (``[R, H, n, D]``).
         state: Of this branch and layer; empty in its first step, and kept from step to step. Always empty in ``scan_query`` and
             ``plan_step``.
+        rehearsed_query: The queries that this layer would have of the layer before's attention input, where the method
+            :attr:`~fathom_eval.methods.base.Method.rehearses`; None in the first layer.
     """
 
     layer: int
@@ -39,3 +41,4 @@ class Step:
     previous_query: Tensor | None
     stores: tuple[Store, ...]
     state: dict[str, Any]
+    rehearsed_query: Tensor | None = None

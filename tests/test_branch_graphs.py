@@ -1,0 +1,242 @@
+"""Scans that are recorded once and replayed: the same outputs and counts as scans that every step launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fathom_eval.branch_context import pieced
+from fathom_eval.branch_graphs import Recorder, ScanGraphs
+from fathom_eval.branches import Branch, BranchBatch, batch_order
+from fathom_eval.calibration import QueryStatistics
+from fathom_eval.methods import MethodSpec, parse_methods
+from fathom_eval.methods.fathom import Fathom
+from fathom_eval.methods.loki import Loki
+from fathom_eval.methods.sparq import SparQ
+from fathom_eval.models import ModelFacts
+from fathom_eval.prefill import Prefix, PrefixLayer
+from fathom_eval.selection import Policy
+from fathom_eval.waterfill import read_depths
+
+METHODS = (
+    "dense,exact,fathom:budget=48:basis=klt,fathom:budget=64:basis=klt:rerank=2,loki,fathom:budget=48:basis=raw,sparq,sparq:reallocate=true,"
+    "double_sparsity,landmark,kivi,streaming_llm,fathom:depths=measured:basis=raw,fathom:by_ratio=true"
+)
+LAYERS, HEADS, GROUP, CHANNELS, TOKENS, STEPS = 2, 2, 2, 16, 249, 45
+FACTS = ModelFacts("random", "qwen2", LAYERS, HEADS * GROUP, HEADS, CHANNELS, False, 10**6, (), "float32", "cpu", "m", "t")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Again(Recorder):
+    """Does the work once more for each replay, into the tensors of the first time. What a graph would not redo is not redone here."""
+
+    recorded = replayed = 0
+
+    def record(self, device: torch.device, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.recorded += 1
+        packed = work()
+
+        def replay() -> None:
+            self.replayed += 1
+            packed.bytes.copy_(work().bytes)
+
+        return replay, packed
+
+
+class Broken(Recorder):
+    """Fails within the work, as an operation does that cannot be recorded."""
+
+    def record(self, device: torch.device, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def prefix_on(device: str, dtype: torch.dtype = torch.float32) -> Prefix:
+    generator = torch.Generator().manual_seed(3)
+    layers = []
+    for number in range(LAYERS):
+        keys, values = torch.randn(2, HEADS, TOKENS, CHANNELS, generator=generator).to(device)
+        statistics = QueryStatistics()
+        statistics.add(torch.randn(HEADS, GROUP, 40, CHANNELS, generator=generator).to(device))
+        layers.append(
+            PrefixLayer((keys * torch.logspace(0.5, -1, CHANNELS, device=device)).to(dtype), values.to(dtype), statistics, number)
+        )
+    return Prefix(tuple([1] * (TOKENS + 1)), tuple(layers))
+
+
+def branches_of(methods: str = METHODS, extra: tuple[MethodSpec, ...] = ()) -> list[Branch]:
+    specs = [*parse_methods(methods), *extra]
+    found = [
+        Branch(spec, k)
+        for spec in specs
+        for k in ((None,) if spec.method.name == "dense" else (120, 140) if spec.method.name == "sparq" else (120,))
+    ]
+    return [found[row] for row in batch_order(found, FACTS)]
+
+
+@torch.inference_mode()
+def steps_of(batch: BranchBatch, steps: int, device: str = "cpu") -> list[Tensor]:
+    """Outputs of all layers of some steps, in which the scores outgrow their room and branches seal a block."""
+    generator = torch.Generator().manual_seed(7)
+    rows, dtype = len(batch.branches), batch.prefix.layers[0].keys.dtype
+    shape = (LAYERS, rows, HEADS, steps, CHANNELS)
+    keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    queries = torch.randn(steps, LAYERS, rows, HEADS, GROUP, CHANNELS, generator=generator).to(device, dtype)
+    return [
+        batch.attend(layer, queries[step, layer], keys[layer][:, :, : step + 1], values[layer][:, :, : step + 1], 0.25).cpu()
+        for step in range(steps)
+        for layer in range(LAYERS)
+    ]
+
+
+def same(one: BranchBatch, other: BranchBatch) -> None:
+    for name, values in vars(one.counts).items():
+        assert torch.equal(getattr(other.counts, name).nan_to_num(-1), values.nan_to_num(-1)), name
+
+
+def test_replayed_scans_give_what_launched_ones_do() -> None:
+    prefix, branches, recorder = prefix_on("cpu"), branches_of(), Again()
+    launched, replayed = (BranchBatch(prefix, branches, FACTS) for _ in range(2))
+    replayed._graphs = ScanGraphs(recorder)
+    expected, found = (steps_of(batch, STEPS) for batch in (launched, replayed))
+    assert not launched.failures
+    assert not replayed.failures
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    same(launched, replayed)
+    # Recorded after the prefill, where the scores moved, and after the sealing.
+    assert recorder.recorded == 3 * LAYERS
+    assert recorder.replayed == (STEPS - 3) * LAYERS
+
+
+def test_what_cannot_be_recorded_is_launched_and_fails_nothing() -> None:
+    prefix, branches = prefix_on("cpu"), branches_of()
+    launched, other = (BranchBatch(prefix, branches, FACTS) for _ in range(2))
+    other._graphs = ScanGraphs(Broken())
+    expected, found = (steps_of(batch, 5) for batch in (launched, other))
+    assert not other.failures
+    assert not other._graphs.recording
+    assert other._graphs.failure == "RuntimeError: operation not permitted when stream is capturing"
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    same(launched, other)
+
+
+def test_a_method_that_fails_at_recording_is_not_blamed_for_it() -> None:
+    calls = []
+
+    class Third(Again):
+        def record(self, device: torch.device, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            calls.append(1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Loki, "plan", lambda self, query, index: 1 / 0)
+                return super().record(device, work)
+
+    batch = BranchBatch(prefix_on("cpu"), branches_of(), FACTS)
+    batch._graphs = ScanGraphs(Third())
+    steps_of(batch, 4)
+    assert calls == [1]
+    assert not batch.failures
+
+
+def test_only_what_is_known_to_be_steady_is_recorded() -> None:
+    class Theirs(SparQ):
+        name: ClassVar[str] = "theirs"
+
+    batch = BranchBatch(prefix_on("cpu"), branches_of(extra=(MethodSpec(Theirs(), Policy(local=16)),)), FACTS)
+    found = {method.spec.method.name: scan.steady for scan in batch._scans for method in scan.methods}
+    assert not found["theirs"]
+    assert found["sparq"]
+    assert not found["kivi"]
+    assert not found["streaming_llm"]
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations, and names those that wait for the device."""
+
+    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique", "index.Tensor", "index_put", "_to_copy", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.waits = 0, list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function).removeprefix("aten.")
+        self.count += 1
+        moves = name.startswith("_to_copy") and (kwargs or {}).get("device") is not None
+        if name.startswith(self.WAITING) and (moves or not name.startswith("_to_copy")):
+            self.waits.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "text", ["fathom", "fathom:budget=80:basis=raw", "fathom:codes=8bit:basis=raw", "fathom:codes=allocated:basis=raw"]
+)
+def test_a_depth_plan_is_a_few_operations_that_wait_for_nothing(text: str) -> None:
+    [spec] = parse_methods(text)
+    method, layer, query = spec.method, prefix_on("cpu").layers[0], torch.randn(30, HEADS, GROUP, CHANNELS)
+    index = method.index(layer, FACTS)
+    expected = method.plan(query, index)
+    with _Launches() as launches:
+        found = method.plan(query, index)
+    assert torch.equal(found, expected)
+    assert launches.waits == []
+    assert launches.count <= 40
+
+
+def test_depth_plans_of_several_methods_are_one_plan_that_waits_for_nothing() -> None:
+    layer, query = prefix_on("cpu").layers[0], torch.randn(6, HEADS, GROUP, CHANNELS)
+    members = [(method, method.index(layer, FACTS), 2) for method in (Fathom(budget=budget, basis="klt") for budget in (24, 48, 96))]
+    Fathom.plan_together(query, members)
+    with _Launches() as launches:
+        together = Fathom.plan_together(query, members)
+    assert launches.waits == []
+    assert launches.count <= 30
+    assert torch.equal(together[2:4], members[1][0].plan(query[2:4], members[1][1]))
+
+
+def test_a_wait_would_be_noticed() -> None:
+    with _Launches() as launches:
+        bool((read_depths(torch.rand(2, 4), 3) > 0).any())
+    assert any(name.startswith(("_local_scalar_dense", "is_nonzero")) for name in launches.waits)
+
+
+@pytest.mark.parametrize("inner", [1024, 2048, 3000, 500])
+def test_a_product_by_pieces_is_the_product(inner: int) -> None:
+    generator = torch.Generator().manual_seed(inner)
+    left = torch.randn(9, 2, inner, generator=generator, dtype=torch.float64).transpose(0, 1)
+    right = torch.randn(2, inner + 7, 5, generator=generator, dtype=torch.float64)[:, :inner]
+    torch.testing.assert_close(pieced(left, right), left @ right)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_on_a_gpu(dtype: torch.dtype) -> None:
+    prefix, branches = prefix_on("cuda", dtype), branches_of()
+    launched, replayed = (BranchBatch(prefix, branches, FACTS) for _ in range(2))
+    launched._graphs = None
+    expected, found = (steps_of(batch, STEPS, "cuda") for batch in (launched, replayed))
+    assert not replayed.failures
+    assert replayed._graphs is not None
+    assert replayed._graphs.failure is None
+    assert replayed._graphs.active
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    same(launched, replayed)
+
+
+@GPU
+def test_a_depth_plan_waits_for_no_gpu() -> None:
+    layer, query = prefix_on("cuda").layers[0], torch.randn(30, HEADS, GROUP, CHANNELS, device="cuda")
+    for spec in parse_methods("fathom,fathom:budget=80:basis=raw,fathom:depths=measured:basis=raw,sparq,loki,double_sparsity"):
+        index = spec.method.index(layer, FACTS)
+        expected = spec.method.plan(query, index)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = spec.method.plan(query, index)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found, expected)
