@@ -47,11 +47,11 @@ def run_identity(facts: ModelFacts, builder: SampleBuilder) -> dict[str, Any]:
 
 
 def all_branches(specs: Sequence[MethodSpec], k_values: Sequence[int], facts: ModelFacts) -> tuple[Branch, ...]:
-    """Every method at every k; a method without a selection once."""
+    """Every method at every k at which it can run; a method without a selection once."""
     branches = []
     for spec in specs:
         selects = spec.method.store(facts) is not None
-        branches += [Branch(spec, k) for k in k_values] if selects else [Branch(spec, None)]
+        branches += [Branch(spec, k) for k in k_values if k not in spec.impossible] if selects else [Branch(spec, None)]
     return tuple(branches)
 
 

@@ -215,6 +215,15 @@ SUITES = (
         _fathom(_LINE),
     ),
     Suite(
+        "budget-ratio",
+        "should the budget grow as k / n falls?",
+        "beyond the paper",
+        (*_fathom(_LINE, ":basis=klt"), *_fathom((32, 40, 48, 64), ":basis=klt:by_ratio=true")),
+        _fathom(_LINE, ":basis=klt"),
+        context=131072,
+        ratios=(0.001, 0.004, 0.016),
+    ),
+    Suite(
         "session-statistics",
         "are statistics of a prefix's own keys as good as those of calibration text?",
         "beyond the paper's tables",

@@ -20,18 +20,24 @@ BLOCK, SINK, LOCAL = 64, 4, 32
 SCORE_NOISE = 2e-5  # of the largest score
 CELL_NOISE = 1e-4  # of a code's cell
 PLAN_NOISE = 1e-5  # relative
+HALF_NOISE = 5e-3  # of what two neighbouring fp16 numbers differ by
 
 
 @dataclass
 class HeadData:
-    """One KV head of one layer. Keys and values ``[n, D]``, queries of its group at every position ``[G, n, D]``."""
+    """One KV head of one layer. Keys and values ``[n, D]``, queries of its group at every position ``[G, n, D]``.
+
+    ``ahead`` holds other queries of the same shape: those of the layer ``previous``, and those ``rehearsed`` of its input.
+    """
 
     keys: Array
     values: Array
     queries: Array
     scaling: float
     first: int
+    ahead: dict[str, Array] = field(default_factory=dict)
     tables: dict[str, tuple[list[Array], list[Array]]] = field(default_factory=dict)
+    bases: dict[str, tuple[Array, Array, Array]] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,9 +54,9 @@ class Row:
     sure: bool
 
 
-def sealed_tokens(tokens: int) -> int:
+def sealed_tokens(tokens: int, local: int) -> int:
     """Tokens in blocks that are full and outside the local window."""
-    return max(0, tokens - LOCAL) // BLOCK * BLOCK
+    return max(0, tokens - local) // BLOCK * BLOCK
 
 
 def dequantised(keys: Array) -> tuple[list[Array], list[Array]]:
@@ -107,15 +113,49 @@ def largest(importance: Array, count: int) -> tuple[Array, bool]:
 
 def karhunen_loeve(head: HeadData) -> tuple[Array, Array, Array]:
     """Mean, eigenvectors and eigenvalues (largest first) of the keys before the first evaluated position."""
-    known = head.keys[: head.first]
-    values, vectors = np.linalg.eigh(np.cov(known.T, ddof=1))
-    return known.mean(0), vectors[:, ::-1], values[::-1].clip(0)
+    if "keys" not in head.bases:
+        known = head.keys[: head.first]
+        values, vectors = np.linalg.eigh(np.cov(known.T, ddof=1))
+        head.bases["keys"] = known.mean(0), vectors[:, ::-1], values[::-1].clip(0)
+    return head.bases["keys"]
 
 
-def scan(head: HeadData, position: int, method: str) -> tuple[Array, Array, float | None, bool]:
+def halves(values: Array) -> tuple[Array, Array]:
+    """In fp16, and where that hangs on float noise, as how far a value would jump."""
+    found = values.astype(np.float16)
+    apart = np.spacing(np.abs(found)).astype(np.float64)
+    edge = np.abs(np.abs(values - found.astype(np.float64)) / apart - 0.5) < HALF_NOISE
+    return found.astype(np.float64), np.where(edge, apart, 0.0)
+
+
+def column_scan(head: HeadData, method: str, query: Array, scores: Array, noise: Array, sealed: int) -> tuple[float, bool]:
+    """Scores of sealed tokens by coordinates in fp16, put in place; the bits, and whether the columns are sure."""
+    channels, count = query.shape[1], query.shape[1] // 4
+    mean, vectors, variance = karhunen_loeve(head)
+    known_queries = head.queries[:, : head.first].reshape(-1, channels)
+    if method == "infinigen-published":
+        if "queries" not in head.bases:
+            moments, axes = np.linalg.eigh(known_queries.T @ known_queries / len(known_queries))
+            head.bases["queries"] = mean, axes[:, ::-1], moments[::-1]
+        _, vectors, variance = head.bases["queries"]
+    importance = variance * ((known_queries @ vectors) ** 2).mean(0) if method == "loki-fp16" else variance
+    depths, sure = largest(importance, count)
+    read, centre = depths > 0, mean if method == "loki-fp16" else np.zeros(channels)
+    coordinates, jumps = halves((head.keys[:sealed] - centre) @ vectors)
+    projected = query @ vectors
+    # What all keys share where nothing is read: tokens that are not sealed are scored with it.
+    shared = query @ mean if method == "loki-fp16" else (projected * ~read) @ (vectors.T @ mean)
+    scores[:, :sealed] = (projected * read) @ coordinates.T + shared[:, None]
+    noise[:, :sealed] += np.abs(projected * read) @ jumps.T
+    return 16.0 * count, sure
+
+
+def scan(head: HeadData, position: int, method: str, local: int = LOCAL) -> tuple[Array, Array, float | None, bool]:
     """Approximate scores ``[G, position + 1]``, their noise, the bits, and whether the plan is sure."""
     tokens = position + 1
-    sealed, query, keys = sealed_tokens(tokens), head.queries[:, position], head.keys[:tokens]
+    ahead = {"infinigen-previous": "previous", "infinigen-rehearsed": "rehearsed", "infinigen-published": "rehearsed"}.get(method)
+    queries = head.queries if ahead is None else head.ahead[ahead]
+    sealed, query, keys = sealed_tokens(tokens, local), queries[:, position], head.keys[:tokens]
     channels = keys.shape[1]
     exact = query @ keys.T
     noise = np.full_like(exact, SCORE_NOISE * np.abs(exact).max())
@@ -127,6 +167,18 @@ def scan(head: HeadData, position: int, method: str) -> tuple[Array, Array, floa
             landmark = keys[start : start + 8].astype(np.float32).mean(0).astype(np.float16).astype(np.float64)
             scores[:, start : start + 8] = (query @ landmark)[:, None]
         return scores, noise, 16 * channels / 8, True
+    if method == "quest":
+        scores = exact.copy()
+        for start in range(0, sealed, 16):
+            low, high = (bound(keys[start : start + 16], 0).astype(np.float16).astype(np.float64) for bound in (np.min, np.max))
+            scores[:, start : start + 16] = np.maximum(query * low, query * high).sum(-1)[:, None]
+        return scores, noise, 2 * 16 * channels / 16, True
+    if method == "streaming":
+        return np.broadcast_to(np.arange(tokens, dtype=np.float64), exact.shape), np.zeros_like(exact), 0.0, True
+    if method in ("loki-fp16", "loki-published", "infinigen-published"):
+        scores = exact.copy()
+        bits, sure = column_scan(head, method, query, scores, noise, sealed)
+        return scores, noise, bits, sure
 
     known_keys, known_queries = head.keys[: head.first], head.queries[:, : head.first]
     basis = "klt" if method in ("fathom-klt", "loki") else "raw"
@@ -142,8 +194,16 @@ def scan(head: HeadData, position: int, method: str) -> tuple[Array, Array, floa
     sure = True
     if method in ("fathom-raw", "fathom-klt"):
         depths, sure = water_filled((projected**2).sum(0) * variance, round(48 * channels / 128))
+    elif method == "uniform-depth":
+        depths, sure = largest((query**2).sum(0) * variance, round(48 * channels / 128) // 2)
+        depths /= 2
     elif method == "sparq":
         depths, sure = largest(np.abs(query).sum(0), channels // 8)
+    elif method == "sparq-per-head":
+        picks = [largest(np.abs(one), channels // 8) for one in query]
+        depths, sure = np.maximum.reduce([pick for pick, _ in picks]), all(certain for _, certain in picks)
+    elif method in ("infinigen-previous", "infinigen-rehearsed"):
+        depths, sure = largest(np.abs(query).sum(0), channels // 4)
     elif method == "double_sparsity":
         depths, sure = largest(np.abs(known_queries).mean((0, 1)) * np.abs(known_keys).mean(0), channels // 4)
     elif method == "loki":
@@ -181,19 +241,21 @@ def attend(head: HeadData, query: Array, tokens: list[int]) -> Array:
     return weights / weights.sum() @ head.values[tokens]
 
 
-def evaluate(head: HeadData, position: int, method: str, k: int, rerank: float = 1.0, union: bool = False) -> list[Row]:
+def evaluate(
+    head: HeadData, position: int, method: str, k: int, rerank: float = 1.0, union: bool = False, sink: int = SINK, local: int = LOCAL
+) -> list[Row]:
     """All query heads of the group at one position, by the protocol of §3."""
     tokens = position + 1
-    stop = max(tokens - LOCAL, 0)
-    start = min(SINK, stop)
+    stop = max(tokens - local, 0)
+    start = min(sink, stop)
     allowed, kept = list(range(start, stop)), [*range(start), *range(stop, tokens)]
     count = min(len(allowed), k - len(kept))
     fetched = min(len(allowed), int((k - len(kept)) * rerank))
     group = range(len(head.queries))
     exact, exact_noise, *_ = scan(head, position, "exact")
-    scores, noise, bits, sure = scan(head, position, method)
+    scores, noise, bits, sure = scan(head, position, method, local)
     oracle = [best(exact[g], exact_noise[g], allowed, count, False) for g in group]
-    found = [best(scores[g], noise[g], allowed, fetched, method == "landmark") for g in group]
+    found = [best(scores[g], noise[g], allowed, fetched, method in ("landmark", "quest")) for g in group]
     if fetched > count:
         again = [best(exact[g], exact_noise[g], sorted(found[g][0]), count, False) for g in group]
         found = [(chosen, certain and found[g][1]) for g, (chosen, certain) in enumerate(again)]
@@ -220,6 +282,14 @@ def evaluate(head: HeadData, position: int, method: str, k: int, rerank: float =
     return rows
 
 
-def head_data(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, scaling: float, first: int) -> HeadData:
+def head_data(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    scaling: float,
+    first: int,
+    ahead: dict[str, torch.Tensor] | None = None,
+) -> HeadData:
     """One KV head from tensors ``[n, D]``, ``[n, D]`` and ``[G, n, D]``."""
-    return HeadData(*(part.double().numpy() for part in (keys, values, queries)), scaling=scaling, first=first)
+    others = {name: part.double().numpy() for name, part in (ahead or {}).items()}
+    return HeadData(*(part.double().numpy() for part in (keys, values, queries)), scaling=scaling, first=first, ahead=others)

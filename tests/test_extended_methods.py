@@ -19,7 +19,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.fidelity import Unit, evaluate
 from fathom_eval.fidelity_capture import capture
 from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
-from fathom_eval.methods import MethodSpec, parse_method
+from fathom_eval.methods import BUILT_IN, MethodSpec, parse_method
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.magicpig import log_sampling_probability
 from fathom_eval.methods.sparq import SparQ
@@ -35,10 +35,11 @@ from fathom_eval.observations import (
     needed_observations,
 )
 from fathom_eval.prefill import Prefix, PrefixLayer, prefill
+from fathom_eval.rehearsal import Rehearsal
 from fathom_eval.selection import Policy
 from fathom_eval.stores import ExactStore, StoreSpec
 from tests.test_fidelity import FixedWindows, compare, structured_layer, token_ids
-from tests.test_methods import SHAPES, facts_of, layer_prefix, step
+from tests.test_methods import FURTHER, SCANS, SHAPES, facts_of, layer_prefix, step
 from tests.tiny import tiny_model
 
 FACTS = facts_of(3, 64)
@@ -48,6 +49,8 @@ needs_faiss = pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reas
 EXTENDED = (
     *("h2o", "threshold", "threshold:margin=0.5:rerank=2", LSH, "h2o:recent=0:rerank=2", f"{LSH}:reallocate=true:sink=0"),
     *("infllm", "infllm:rerank=2", "retroinfer_published:local=32", "retroinfer_published:local=32:retrieve=0.1:estimate=0"),
+    *("retrieval_attention:kind=pairs:candidates=100", "retrieval_attention_published:sink=4:local=32:candidates=100"),
+    *("streaming_llm", f"magicpig_published:{LSH.partition(':')[2]}:dense_every=0:local=32", "infllm_published:sink=4:local=32"),
     *(pytest.param(text, marks=needs_faiss) for text in INDEXED),
 )
 
@@ -93,6 +96,13 @@ def test_sets_are_no_larger_than_they_may_be_and_bits_are_counted(
     if spec.method.declares:
         assert torch.equal(batch.counts.scan_bits.double(), batch.counts.declared_bits)
     assert prefix.checksum() == before
+
+
+def test_every_method_that_is_built_in_is_in_a_matrix() -> None:
+    """This one, or that of methods which are a store and a plan; references apart."""
+    extended = [one if isinstance(one, str) else str(one.values[0]) for one in EXTENDED]
+    in_matrix = {text.partition(":")[0] for text in (*SCANS, *FURTHER, *extended)}
+    assert in_matrix == {method.name for method in BUILT_IN if not method.control}
 
 
 def test_h2o_sums_what_the_heads_of_a_group_give() -> None:
@@ -264,14 +274,29 @@ def toy(method: Method, **policy: Any) -> MethodSpec:
 # Decoding and fidelity
 
 
+class _At(Rehearsal):
+    """What was rehearsed at one position of a window, for every row of a batch."""
+
+    def __init__(self, window: Rehearsal, position: int, rows: int) -> None:
+        self._window, self._position, self._rows = window, position, rows
+
+    def query(self, layer: int) -> Tensor | None:
+        found = self._window.query(layer)
+        return None if found is None else found[self._position].expand(self._rows, -1, -1, -1)
+
+
 INDEXES = INDEXED if importlib.util.find_spec("faiss") is not None else ()
 STATELESS = (
     *(parse_method(text) for text in ("threshold", "threshold:margin=0.3:rerank=2:share=group_max", LSH, f"{LSH}:attend=union")),
     *(
         parse_method(text)
-        for text in ("retroinfer", "retroinfer_published", "retroinfer_published:local=16:attend=union", "infllm", *INDEXES)
+        for text in (
+            *("retroinfer", "retroinfer_published", "retroinfer_published:local=16:attend=union", "infllm", *INDEXES),
+            "retrieval_attention:kind=pairs:candidates=150",
+        )
     ),
     *(parse_method(text) for text in ("shadowkv:outlier=2", "infinigen", "infinigen_skewed:dense_layers=none", "infinigen:query=own")),
+    *(parse_method(text) for text in ("infinigen:query=rehearsed", "infinigen_published:dense_layers=none:local=32")),
     *(parse_method(text) for text in ("fathom:by_ratio=true", "fathom:by_ratio=true:basis=raw:budget=90:local=20")),
     *(toy(method) for method in (Remainder(), Ahead(), Ratio(), Infinite(), Nothing())),
     toy(Infinite(), rerank=2.0, reallocate=True),
@@ -284,20 +309,24 @@ def test_a_position_gives_what_decoding_gives_there() -> None:
     ids, first = token_ids(loaded, 330), 240
     branches = [Branch(spec, k) for spec in STATELESS for k in (110, 150)]
     needs = needed_observations((spec.method for spec in STATELESS), loaded.facts)
-    prefix, layers = prefill(loaded, ids[: first + 1], observations=needs), capture(loaded, ids, 330 - first, observations=needs)
+    rehearsal = Rehearsal(loaded.model, 3, first=first)
+    prefix = prefill(loaded, ids[: first + 1], observations=needs)
+    layers = capture(loaded, ids, 330 - first, observations=needs, rehearsal=rehearsal)
     order = batch_order(branches, loaded.facts)
     outcomes = []
     for number, layer in enumerate(layers):
         failures: dict[MethodSpec, str] = {}
         previous = layers[number - 1].queries if number else None
-        comparison = LayerComparison(layer, number, branches, loaded.facts, full_window=False, failures=failures, previous_queries=previous)
+        comparison = LayerComparison(
+            layer, number, branches, loaded.facts, full_window=False, failures=failures, previous_queries=previous, rehearsal=rehearsal
+        )
         found: dict[Branch, list[Any]] = {}
         for _, branch, outcome in comparison.outcomes():
             found.setdefault(branch, []).append(outcome)
         assert not failures
         outcomes.append(found)
     for position in (first, 286, 287, 329):
-        batch = BranchBatch(prefix, [branches[row] for row in order], loaded.facts)
+        batch = BranchBatch(prefix, [branches[row] for row in order], loaded.facts, _At(rehearsal, position - first, len(branches)))
         for number, layer in enumerate(layers):
             before = batch.counts.rows.clone()
             query = layer.queries[position - first].expand(len(branches), -1, -1, -1)
@@ -438,12 +467,46 @@ def test_the_probability_that_a_key_is_sampled() -> None:
     assert found[0] == found[1] == 0
 
 
+def test_keys_are_centred_by_the_mean_of_those_that_can_be_sampled() -> None:
+    """As the authors do: neither the sink's keys nor those of the window have a part in it, and nothing else changes with them."""
+    layer = layer_prefix(3, 64, 300, torch.float32).layers[0]
+    keys = layer.keys.clone()
+    keys[:, :4], keys[:, 256:] = 1e3, -1e3
+    changed = dataclasses.replace(layer, keys=keys, _stores={})
+    query, spec = step(3, 64, 2, torch.float32)[0], parse_method(LSH).method.store(FACTS)
+    assert spec is not None
+    before, after = (spec.build(one, 256).scan(query, query, None)[0] for one in (layer, changed))
+    assert torch.equal(before[..., 4:], after[..., 4:])
+    none_sealed, query = spec.build(layer, 0), layer.keys[:, 280:281].mean(1).view(1, 2, 1, 64)
+    none_sealed.append(layer.keys[:, :64])
+    torch.testing.assert_close(none_sealed.cosine(query)[0, :, 0, 9], cosine(query, layer.keys[:, 9] - layer.keys.mean(1)))  # type: ignore[attr-defined]
+
+
+def cosine(query: Tensor, keys: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(query[0, :, 0], keys, dim=-1)
+
+
+def test_the_published_weights_have_a_ceiling() -> None:
+    """−log(u + 10⁻⁴), as in the authors' code; the paper's −log u has none."""
+    assert parse_method("magicpig_published").method.version == parse_method("magicpig").method.version == 2
+    layer, query = layer_prefix(3, 64, 300, torch.float32).layers[0], step(3, 64, 2, torch.float32)[0]
+    weights = []
+    for name in ("magicpig", "magicpig_published"):
+        method = parse_method(name).method
+        store = method.store(FACTS).build(layer, 256)  # type: ignore[union-attr]
+        weights.append(method.log_weights(Step(0, None, 60, 0.125, 301, torch.tensor([301]), query, None, (store,), {})))
+    plain, published = weights
+    torch.testing.assert_close((-published).double().exp(), (-plain).double().exp() + 1e-4, rtol=1e-5, atol=1e-9)
+    assert published.max() <= 4 * 2.302586
+    assert plain.max() > published.max()
+
+
 def test_a_query_that_is_a_centred_key_finds_it_for_sure() -> None:
     prefix = layer_prefix(1, 64, 300, torch.float32)
     layer = prefix.layers[0]
     method = parse_method("magicpig").method
     store = method.store(FACTS).build(layer, 256)  # type: ignore[union-attr]
-    query = (layer.keys[:, 7] - layer.keys.mean(1)).view(1, 2, 1, 64)
+    query = (layer.keys[:, 7] - layer.keys[:, 4:256].mean(1)).view(1, 2, 1, 64)
     scores, reads = store.scan(query, query, None)
     assert (scores[..., 7] == 0).all()
     assert (reads.bits >= 150 * 32).all()
@@ -457,7 +520,7 @@ def test_bits_as_touched_are_those_of_the_buckets() -> None:
     store = parse_method(LSH).method.store(FACTS).build(layer, 256)  # type: ignore[union-attr]
     query = step(3, 64, 2, torch.float32)[0]
     _, reads = store.scan(query, query, None)
-    centred = layer.keys[:, :256] - layer.keys.mean(1, keepdim=True)
+    centred = layer.keys[:, :256] - layer.keys[:, 4:256].mean(1, keepdim=True)
     signs = [(part @ store._projections).unflatten(-1, (20, 4)) > 0 for part in (query, centred)]  # type: ignore[attr-defined]
     same = (signs[0].unsqueeze(3) == signs[1].unsqueeze(1).unsqueeze(0)).all(-1)  # [R, H, G, n, L]
     assert torch.equal(reads.bits, same.any(2).sum((-1, -2)) * 32)

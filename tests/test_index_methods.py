@@ -15,10 +15,12 @@ from fathom_eval.branches import Branch, BranchBatch
 from fathom_eval.clusters import ClusterSpec, ClusterStore, spherical_kmeans
 from fathom_eval.errors import UserError
 from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
-from fathom_eval.methods import EVERY, PAPER, parse_method, parse_methods, workable
+from fathom_eval.methods import EVERY, PAPER, MethodSpec, parse_method, parse_methods
 from fathom_eval.methods.fathom import ratio_bits
-from fathom_eval.observations import LayerObservers, needed_observations
+from fathom_eval.methods.possible import Possible
+from fathom_eval.observations import LayerObservers, RecentQueries, needed_observations
 from fathom_eval.outliers import outlier_tokens
+from fathom_eval.pair_graph import linked
 from fathom_eval.prefill import Prefix, PrefixLayer
 from fathom_eval.skewed import skewed_basis
 from fathom_eval.store_sizes import store_bytes
@@ -363,12 +365,85 @@ def test_a_graph_reads_a_key_once_for_a_group() -> None:
         ("kind=hnsw:size=32", "size does nothing with kind=hnsw"),
         ("candidates=300", "candidates does nothing with kind=ivf"),
         ("kind=hnsw:candidates=127", "candidates=127 must be at least k=128"),
+        ("kind=pairs:candidates=127", "candidates=127 must be at least k=128"),
+        ("kind=pairs:size=32", "size does nothing with kind=pairs"),
     ],
 )
 def test_options_of_an_index_that_cannot_matter_or_starve_k_are_errors(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_method(f"retrieval_attention:{text}").check(FACTS, [128])
     parse_method("retrieval_attention:kind=hnsw").check(FACTS, [256])
+
+
+def layer_of_queries(apart: float, tokens: int = 2048) -> tuple[PrefixLayer, torch.Tensor]:
+    """Keys whose prompt had queries that lie elsewhere, by so much, and two rows of queries like those."""
+    layer, generator = real_layer(tokens), torch.Generator().manual_seed(3)
+    elsewhere = torch.randn(2, GROUP, 1, CHANNELS, generator=generator) * apart
+    prompt = torch.randn(2, GROUP, tokens, CHANNELS, generator=generator) + elsewhere
+    asked = torch.randn(2, 2, GROUP, CHANNELS, generator=generator) + elsewhere.squeeze(2)
+    return dataclasses.replace(layer, observations={RecentQueries(2048): prompt}, _stores={}), asked
+
+
+@pytest.mark.parametrize("apart", [0.0, 2.0])
+def test_a_graph_of_pairs_finds_most_of_the_best_and_counts_what_it_met(apart: float) -> None:
+    layer, query = layer_of_queries(apart)
+    spec = parse_method("retrieval_attention:kind=pairs:candidates=128").method.store(FACTS)
+    assert spec is not None
+    store = spec.build(layer, 1984)
+    scores, reads = store.scan(query, query, None)
+    exact, found = query @ layer.keys[:, :1984].transpose(-1, -2), scores > -torch.inf
+    assert (found.sum(-1) == 128).all()
+    torch.testing.assert_close(scores[found], exact[found], rtol=1e-4, atol=1e-4)
+    best = torch.zeros_like(found).scatter_(-1, exact.topk(32).indices, True)
+    assert (found & best).sum() > 0.85 * best.sum()
+    looked = reads.bits / (16 * CHANNELS)
+    assert (looked >= found.any(2).sum(-1)).all()
+    assert (looked < 0.7 * 1984).all()
+    torch.testing.assert_close(torch.cat([store.scan(row, row, None)[0] for row in query.split(1)]), scores, msg="rows are apart")
+    store.append(layer.keys[:, 1984:])
+    later, more = store.scan(query, query, None)
+    assert torch.equal(later[..., :1984], scores)
+    torch.testing.assert_close(later[..., 1984:], query @ layer.keys[:, 1984:].transpose(-1, -2))
+    assert torch.equal(more.bits - reads.bits, torch.full((2, 2), 64 * 16 * CHANNELS))
+    own = store.empty(2)
+    own.append(layer.keys[None, :, 1984:].expand(2, -1, -1, -1))
+    torch.testing.assert_close(own.scan(query, query, None)[0], later[..., 1984:])
+
+
+def test_small_pieces_of_a_search_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, query = layer_of_queries(1.0, 640)
+    spec = parse_method("retrieval_attention:kind=pairs:candidates=64").method.store(FACTS)
+    assert spec is not None
+    whole = spec.build(layer, 640).scan(query, query, None)
+    monkeypatch.setattr("fathom_eval.pair_graph._ELEMENTS", 2 * 640 * 5)
+    parts = spec.build(layer, 640).scan(query, query, None)
+    torch.testing.assert_close(parts[0], whole[0])
+    assert torch.equal(parts[1].bits, whole[1].bits)
+
+
+def test_keys_are_linked_by_the_queries_that_have_both() -> None:
+    near = torch.tensor([[0, 1, 2], [0, 2, 5], [7, 2, 1]])
+    made: dict[tuple[int, int], int] = {}
+    for nearest, *others in near.tolist():
+        for one, other in [*((nearest, other) for other in others), *zip([nearest, *others[:-1]], others, strict=True)]:
+            for pair in ((one, other), (other, one)):
+                made[pair] = made.get(pair, 0) + 1
+    graph = linked(near, 9, 4)
+    for token in range(9):
+        linked_to = sorted((-count, other) for (one, other), count in made.items() if one == token)
+        kept = [other for _, other in linked_to[:2]]
+        assert graph[token].tolist() == [*kept, *[-1] * (2 - len(kept)), token - 1 if token else -1, token + 1 if token < 8 else -1]
+
+
+def test_a_graph_of_pairs_needs_no_faiss_and_the_published_one_keeps_640_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    parse_method("retrieval_attention:kind=pairs").check(FACTS, [128])
+    spec = parse_method("retrieval_attention_published")
+    assert (spec.policy.sink, spec.policy.local, spec.line) == (128, 512, "RetrievalAttention as published")
+    spec.check(FACTS, [641])
+    with pytest.raises(UserError, match="k=640 leaves nothing to select"):
+        spec.check(FACTS, [640])
+    assert spec.method.published
 
 
 def test_a_missing_faiss_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,6 +506,7 @@ def test_skewing_keeps_products_and_gathers_the_queries_in_few_columns() -> None
     assert off("infinigen_skewed:r=8") < 0.5 * off("sparq_published:r=8")
     assert parse_method("infinigen_skewed").policy.dense_layers == (0,)
     assert not parse_method("infinigen_skewed").method.published, "the authors use another query"
+    assert parse_method("infinigen_published").method.store(FACTS) == parse_method("infinigen_skewed").method.store(FACTS)
 
 
 # Budget by ratio
@@ -505,8 +581,13 @@ def test_all_is_a_list_of_distinct_methods_of_which_those_that_cannot_run_are_le
     assert set(PAPER) < set(EVERY)
     said: list[str] = []
     facts = facts_of(layers=3)
-    kept = workable(specs, lambda spec: spec.check(facts, [128]), said.append)
-    assert {spec.method.name for spec in specs} - {spec.method.name for spec in kept} <= {"infllm_published", "retrieval_attention"}
+    possible = Possible(specs)
+    possible.keep([128], lambda spec, at: spec.check(facts, at), said.append)
+    kept = possible.specs
+    assert {spec.method.name for spec in specs} - {spec.method.name for spec in kept} <= {
+        "infllm_published",
+        "retrieval_attention_published",
+    }
     assert len(kept) + len(said) == len(specs)
     assert any("shadowkv" in line and "384 tokens" in line for line in said)
     assert any("infllm_published" in line and "4224" in line for line in said)
@@ -517,7 +598,7 @@ def test_a_method_that_is_named_beside_all_must_run() -> None:
     assert not named.optional
     assert named == parse_method("infllm_published")
     with pytest.raises(UserError, match="k=128 leaves nothing"):
-        workable([named], lambda spec: spec.check_k([128]), lambda line: None)
+        Possible([named]).keep([128], MethodSpec.check_k, lambda line: None)
     assert parse_methods("infllm_published,all")[0].optional is False
 
 

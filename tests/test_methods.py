@@ -39,6 +39,8 @@ FURTHER = (
     "retroinfer",
     "infinigen",
     "infinigen_skewed:dense_layers=none",
+    "infinigen_published:dense_layers=none",
+    "uniform_depth",
     "self_indexing",
     "kivi",
     "kivi:bits=4:group=64",

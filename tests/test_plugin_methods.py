@@ -13,11 +13,13 @@ from fathom_eval.branches import Branch
 from fathom_eval.cli import main
 from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
-from fathom_eval.methods import BUILT_IN, MethodSpec, parse_method, registry
+from fathom_eval.methods import BUILT_IN, EVERY, MethodSpec, parse_method, parse_methods, plug_ins, registry
 from fathom_eval.methods.sparq import SparQ
 from fathom_eval.prefill import prefill
+from fathom_eval.run import Run
 from fathom_eval.selection import Policy
 from tests.key_layers import facts_of
+from tests.test_possible import tiny_run
 from tests.tiny import tiny_model
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -55,8 +57,25 @@ def test_the_example_of_the_guide_runs_from_another_package(
     [result] = decode(tiny, prefix, [Branch(spec, 60)], 5)
     assert result.bits == result.declared_bits == 4 * 4.25
     assert result.fired == result.steps * 2
+    assert plug_ins() == ("weighted_channels",)
+    every = [spec.label for spec in parse_methods(",".join(EVERY))]
+    assert [spec.label for spec in parse_methods("all")] == [*every, "weighted_channels r=D/8"]
     with pytest.raises(UserError, match=r"must lie in 1\.\.16"):
         parse_method("weighted_channels:r=17").check(tiny.facts, [60])
+
+
+@pytest.mark.parametrize("command", ["fidelity", "ruler", "sessions"])
+def test_it_appears_in_every_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FATHOM_EVAL_CACHE", str(tmp_path / "cache"))
+    [code], [toml] = blocks("python"), blocks("toml")
+    install(tmp_path, monkeypatch, code, next(line for line in toml.splitlines() if "=" in line).replace('"', ""))
+    arguments = tiny_run(command, tmp_path)
+    assert main([*arguments, "--k=64", "--methods=dense,exact,weighted_channels"]) == 0
+    records = Run.load(tmp_path / "run").records()
+    [record] = [record for record in records if record["method"] == "weighted_channels"]
+    assert record["finish"] != "error"
+    assert record["bits"] == 2 * 4.25
+    assert "weighted_channels" in (tmp_path / "run" / "report" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

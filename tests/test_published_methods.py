@@ -35,7 +35,7 @@ def test_loki_in_fp16_and_as_published() -> None:
         expected = read @ coordinates.transpose(-1, -2) + common
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)
         assert reads.bits.unique().tolist() == [16 * 16 * TOKENS]
-    for text in ("loki_published", "quest_published", "double_sparsity_published", "infinigen_skewed"):
+    for text in ("loki_published", "quest_published", "double_sparsity_published", "infinigen_skewed", "infinigen_published"):
         assert (parse_method(text).policy.sink, parse_method(text).policy.local) == (0, 1), "the authors' selection keeps neither"
     assert parse_method("loki:bits=16").method.typical_bits(128) == "512"
 

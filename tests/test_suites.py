@@ -70,6 +70,44 @@ def test_suites_have_names_of_their_own_and_k_of_the_paper() -> None:
         find_suite("layerplan")
 
 
+def test_every_ablation_of_the_paper_and_every_option_beyond_it_has_a_suite() -> None:
+    sources = {suite.name: suite.source for suite in SUITES}
+    for name, table in (
+        ("layer-plan", "A1"),
+        ("layer-plan-length", "A1"),
+        ("basis", "A2"),
+        ("selection-ratio", "A3"),
+        ("depth", "A4"),
+        ("sparq-selection", "A5"),
+        ("store-precision", "B1"),
+        ("loki-rank", "B2"),
+        ("active-channels", "B3"),
+        ("calibration-domain", "B5"),
+    ):
+        assert sources.pop(name).startswith(table)
+    assert sources.keys() == {
+        *("rerank", "union", "depth-tables", "depth-tables-raw", "budget-ratio", "scales", "session-statistics"),
+    }
+    assert all(source.startswith("beyond the paper") for source in sources.values())
+    for name, option in (
+        ("layer-plan", "layer_plan={plan}"),
+        ("layer-plan-length", "layer_plan={other_plan}"),
+        ("store-precision", "codes=8bit"),
+        ("store-precision", "codes=allocated"),
+        ("loki-rank", "bits=16"),
+        ("sparq-selection", "per_head=true"),
+        ("calibration-domain", "statistics={text}"),
+        ("calibration-domain", "statistics={transcripts}"),
+        ("rerank", "rerank=2"),
+        ("union", "attend=union"),
+        ("depth-tables", "depths=measured"),
+        ("budget-ratio", "by_ratio=true"),
+        ("scales", "scales=fp8"),
+    ):
+        assert any(option in method for method in find_suite(name).methods), (name, option)
+    assert "exact:attend=union" in find_suite("union").methods, "its own oracle"
+
+
 def test_calibrations_are_given_by_role() -> None:
     assert parse_calibrations(["text=wiki", "plan=/tmp/x.safetensors"]) == {"text": "wiki", "plan": "/tmp/x.safetensors"}
     for given, message in (

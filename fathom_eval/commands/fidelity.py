@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
     from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
-    from fathom_eval.methods import workable
+    from fathom_eval.methods import MethodSpec
+    from fathom_eval.methods.possible import Possible
     from fathom_eval.run import Run, check_free_space, default_run_path
     from fathom_eval.tasks.haystack import Haystack
 
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args.windows, "--windows")
     at_least_one(args.positions, "--positions")
     check_workers(args)
-    specs = workable(specs, lambda spec: spec.check_k(k_values), console.say)
+    possible = Possible(specs)
+    possible.keep(k_values, MethodSpec.check_k, console.say)
     if args.output is not None:
         Run.check(Path(args.output))
     if args.trajectories is not None and args.haystack is not None:
@@ -87,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = work.model.load(console.say)
     facts = loaded.facts
     check_positions(args.positions, contexts, facts)
-    specs = workable(specs, lambda spec: spec.check(facts, k_values), console.say)
+    possible.keep(k_values, lambda spec, at: spec.check(facts, at), console.say)
+    specs = possible.specs
     known = text.sha256 if isinstance(text, Haystack) else None
     for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=known):
         console.warn(line)
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         "settings": {
             "context": contexts,
             "k": k_values,
-            "methods": [spec.label for spec in specs],
+            **possible.settings,
             "windows": args.windows,
             "positions": args.positions,
             "full_window": args.full_window,

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     from fathom_eval.errors import UserError
-    from fathom_eval.methods import EVERY, PAPER, asked, registry
+    from fathom_eval.methods import EVERY, PAPER, asked, plug_ins, registry
     from fathom_eval.selection import Policy
 
     if args.head_dim < 1:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         )
     common = _options(Policy())
     if args.json:
-        lists = {"paper": list(PAPER), "all": list(EVERY)}
+        lists = {"paper": list(PAPER), "all": [*EVERY, *plug_ins()]}
         print(json.dumps({"head_dim": args.head_dim, "methods": entries, "common_options": common, **lists}, indent=2))
         return 0
     print(f"scan bits per token, KV head and layer at head_dim {args.head_dim}, with default options")
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     print("\noptions of every method: " + _listed(common))
     print("name a method with options as name:option=value:option=value, for example sparq:r=D/4:rerank=2")
     print("'--methods paper' (the default) stands for:\n    " + "\n    ".join(PAPER))
-    print("'--methods all' adds to them, where they can run:\n    " + "\n    ".join(item for item in EVERY if item not in PAPER))
+    further = [item for item in (*EVERY, *plug_ins()) if item not in PAPER]
+    print("'--methods all' adds to them, where they can run:\n    " + "\n    ".join(further))
     return 0
 
 

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
     from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
-    from fathom_eval.methods import parse_methods, workable
+    from fathom_eval.methods import MethodSpec, parse_methods
+    from fathom_eval.methods.possible import Possible
     from fathom_eval.tasks.haystack import load_haystack
     from fathom_eval.tasks.samples import find_task
 
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args.limit, "--limit")
     at_least_one(args.batch_size, "--batch-size")
     check_workers(args)
-    specs = workable(specs, lambda spec: spec.check_k(k_values), console.say)
+    possible = Possible(specs)
+    possible.keep(k_values, MethodSpec.check_k, console.say)
     if args.decoys < 0:
         raise UserError(f"--decoys {args.decoys} must be at least 0")
     if args.output is not None:
@@ -85,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     work = RulerWork(model_request(args), haystack, args.seed, args.decoys, args.chat_template, args.batch_size)
     loaded = work.model.load(console.say)
     facts = loaded.facts
-    specs = workable(specs, lambda spec: spec.check(facts, k_values), console.say)
+    possible.keep(k_values, lambda spec, at: spec.check(facts, at), console.say)
+    specs = possible.specs
     for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=haystack.sha256):
         console.warn(line)
     builder = work.builder(loaded)
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             "tasks": tasks,
             "context": contexts,
             "k": k_values,
-            "methods": [spec.label for spec in specs],
+            **possible.settings,
             "limit": args.limit,
             "seed": args.seed,
             "decoys": args.decoys,

@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         return inspect(args)
     from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
-    from fathom_eval.methods import parse_methods, workable
+    from fathom_eval.methods import MethodSpec, parse_methods
+    from fathom_eval.methods.possible import Possible
     from fathom_eval.run import Run
 
     console = Console(quiet=args.quiet, json=args.json)
@@ -109,8 +110,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--log-samples keeps prompts, which are recorded text: leave it out or --no-recorded-text")
     if args.trajectories_revision is not None and args.trajectories is None:
         raise UserError("--trajectories-revision goes with the hub id that --trajectories names")
-    specs = workable(specs, lambda spec: spec.check_k(k_values), console.say)
-    baseline = _baseline(args.baseline, specs)
+    possible = Possible(specs)
+    possible.keep(k_values, MethodSpec.check_k, console.say)
+    baseline = _baseline(args.baseline, possible.specs)
     if args.output is not None:
         Run.check(Path(args.output))
     _check_source(args)
@@ -127,8 +129,9 @@ def run(args: argparse.Namespace) -> int:
     scaling = parse_rope_scaling(args.rope_scaling) if args.rope_scaling else 1
     low, high, why = choose_bounds(args.session_tokens, facts, args.max_new_tokens, is_builtin=args.trajectories is None, scaling=scaling)
     check_k(k_values, low, high, facts)
-    specs = with_controls(specs)
-    specs = workable(specs, lambda spec: spec.check(facts, k_values), console.say)
+    possible.specs = with_controls(possible.specs)
+    possible.keep(k_values, lambda spec, at: spec.check(facts, at), console.say)
+    specs = possible.specs
     console.say(f"sessions of {low:,} to {high:,} tokens, {why}")
     source = _source(args, low, high)
     data = prepare_sessions(loaded, source, say=console.say)
@@ -152,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             "sessions": len(data.sessions),
             "session_tokens": f"{low}:{high}",
             "k": k_values,
-            "methods": [spec.label for spec in specs],
+            **possible.settings,
             "baseline": baseline,
             "max_new_tokens": args.max_new_tokens,
             "rendering": data.rendering,
