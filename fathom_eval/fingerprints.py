@@ -32,7 +32,7 @@ def fingerprint_model(model: Any) -> str:
         tensor = state[name].detach()
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
         samples.append(_sample(tensor.reshape(-1)).float())
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    digest.update(torch.cat([sample.cpu() for sample in samples]).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

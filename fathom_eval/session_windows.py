@@ -10,8 +10,9 @@ from fathom_eval.errors import UserError
 from fathom_eval.models import LoadedModel
 from fathom_eval.session_data import SessionData, SourceSettings, prepare_sessions
 
-_SLACK = 1.25
-"""A session is cut to the context from at most so much more, so that trajectories can be joined to it."""
+_SLACKS = (1.25, 20.0)
+"""A session is cut to the context from at most so much more, so that trajectories can be joined to it. Where all trajectories are longer
+than that, as with a short context, windows are the beginnings of longer sessions. Not a matter of how many windows are asked for."""
 
 
 class SessionWindows:
@@ -30,7 +31,9 @@ class SessionWindows:
     def identity(self) -> dict[str, Any]:
         """What decides which tokens a window holds; known once a context has been checked."""
         data = next(iter(self._data.values()))
-        return {name: value for name, value in data.identity.items() if name != "session_tokens"}
+        found = {name: value for name, value in data.identity.items() if name != "session_tokens"}
+        longer = sorted(context for context, held in self._data.items() if held.high > context * _SLACKS[0])
+        return {**found, "cut_from_longer": longer} if longer else found
 
     def check(self, context: int, windows: int) -> None:
         """Raise :class:`UserError` unless the trajectories give so many sessions of that length."""
@@ -53,6 +56,15 @@ class SessionWindows:
     def _sessions(self, context: int, count: int) -> SessionData:
         held = self._data.get(context)
         if held is None or len(held.sessions) < count:
-            settings = replace(self._source, sessions=count, low=context, high=int(context * _SLACK))
-            self._data[context] = held = prepare_sessions(self._loaded, settings, say=self._say)
+            self._data[context] = held = self._prepare(context, count)
         return held
+
+    def _prepare(self, context: int, count: int) -> SessionData:
+        for slack in _SLACKS:
+            settings = replace(self._source, sessions=count, low=context, high=int(context * slack))
+            try:
+                return prepare_sessions(self._loaded, settings, say=self._say)
+            except UserError:
+                if slack == _SLACKS[-1]:
+                    raise
+        raise AssertionError("unreachable")
