@@ -27,6 +27,7 @@ from fathom_eval.errors import UserError
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
+PACKED = "records.jsonl.gz"
 LOCK = ".lock"
 _TEMPORARY = ".tmp"
 # What a start that was killed before its manifest can leave behind: such a folder holds nothing and may be used.
@@ -102,12 +103,14 @@ class Run:
         manifest: content of ``manifest.json``: ``schema``, ``kind``, ``identity``, ``identity_sha256``, the details of the first start
             (``versions``, ``device``, ``settings``, …) and ``invocations``, a list with time and details of every start.
         problems: damage found in ``records.jsonl``, one line each. A damaged record counts as missing, so it is computed again.
+        torn: (task, sample) and number of the records at the end of ``records.jsonl`` whose unit is not written whole: they do not count.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: IO[str] | None) -> None:
         self.path = path
         self.manifest = manifest
         self.problems: list[str] = []
+        self.torn: dict[tuple[str, int], int] = {}
         self._lock = lock
         self._offsets: dict[RecordKey, int] = {}
         self._end = 0
@@ -275,6 +278,7 @@ class Run:
                 if line is None:
                     self._report(f"{file}: line {number} is longer than {_size(_MAX_LINE_BYTES)} and is skipped")
                 elif not line.endswith(b"\n"):
+                    self._note_torn(*_named_in(line))
                     break
                 else:
                     try:
@@ -289,6 +293,12 @@ class Run:
                 self._offsets.update(pending)
                 pending.clear()
                 self._end = offset + length
+        for _, task, _, sample, *_ in pending:
+            self._note_torn(task, sample)
+
+    def _note_torn(self, task: str, sample: int | None) -> None:
+        if sample is not None:
+            self.torn[task, sample] = self.torn.get((task, sample), 0) + 1
 
     def _report(self, problem: str) -> None:
         if len(self.problems) < _MAX_PROBLEMS:
@@ -302,6 +312,12 @@ def _parse(line: bytes) -> tuple[RecordKey, bool]:
         raise ValueError("not a JSON object")
     unit = record.get(_UNIT, [1, 1])
     return record_key(record), not (isinstance(unit, list) and len(unit) == 2 and unit[0] != unit[1])
+
+
+def _named_in(line: bytes) -> tuple[str, int | None]:
+    """Task and sample that a record whose end is missing names; without a sample where it does not come that far."""
+    task, sample = re.search(rb'"task": "([^"\\]*)"', line), re.search(rb'"sample": (\d{1,18}),', line)
+    return task[1].decode(errors="replace") if task else "", int(sample[1]) if sample else None
 
 
 def _lines(handle: IO[bytes]) -> Iterator[tuple[int, int, int, bytes | None]]:
@@ -324,6 +340,8 @@ def _refuse_foreign(path: Path) -> None:
         raise UserError(f"{path} is a file: a run needs a folder of its own")
     with _file_errors(path, "read"):
         names = {entry.name for entry in path.iterdir()}
+    if {MANIFEST, PACKED} <= names and RECORDS not in names:
+        raise UserError(f"the records of {path} are packed: unpack them first (gunzip -k {path / PACKED}), or all is computed anew")
     if MANIFEST in names or names <= _LEFTOVERS:
         return
     found = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")

@@ -13,7 +13,9 @@ from fathom_eval.reports.canvas import Style, family_styles
 from fathom_eval.reports.cells import Role
 from fathom_eval.reports.comparing import comparison_blocks
 from fathom_eval.reports.document import Block, Document, Section, Steps, renamed
-from fathom_eval.reports.fidelity_section import fidelity_section, fidelity_source
+from fathom_eval.reports.fidelity_section import fidelity_section
+from fathom_eval.reports.fidelity_source import fidelity_source
+from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.loading import Loaded, load_runs
 from fathom_eval.reports.page import render
 from fathom_eval.reports.paper import paper_blocks
@@ -23,7 +25,7 @@ from fathom_eval.reports.session_cells import Role as SessionRole
 from fathom_eval.reports.session_source import load_session_source
 from fathom_eval.reports.sessions import session_section
 from fathom_eval.reports.timing_section import timing_section, timing_source
-from fathom_eval.reports.writing import Folder, latex, markdown, table_csv
+from fathom_eval.reports.writing import Folder, latex, markdown, missing_csv, table_csv
 from fathom_eval.run import raise_file_error
 
 TITLES = {
@@ -76,6 +78,8 @@ def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
         loaded, left_out = load_runs(run_paths, stack)
         document, more = build_document(loaded, left_out)
         warnings = [*more, *(f"{one.name}: {problem}" for one in loaded for problem in one.records.problems)]
+        for one in loaded:
+            warnings += [f"{one.name}: {remark.text}" for remark in half_remarks([], one.records.torn, NOUNS.get(one.kind, "record"))]
         try:
             return _write(document, output, tuple(warnings))
         except OSError as error:
@@ -141,14 +145,12 @@ def _write(document: Document, output: Path, warnings: tuple[str, ...]) -> Repor
         for name, writer in section.data.items():
             writers[f"{section.kind}-{name}" if mixed else name].append(writer)
     names = list(writers)
-    missing = [f"{section.name}: {gap}" for section in document.sections for gap in section.missing]
+    missing = any(section.missing for section in document.sections)
     page = render(document, [*names, *(["missing.csv"] if missing else [])])
     folder = Folder(output)
     data = [folder.fill_all(name, found) for name, found in writers.items()]
     if missing:
-        data.append(
-            folder.write("missing.csv", "\n".join(["missing", *(f'"{line.replace(chr(34), chr(39))}"' for line in missing)]) + "\n")
-        )
+        data.append(folder.write("missing.csv", missing_csv(document)))
     tables = [folder.write(f"tables/{table.name}.csv", table_csv(table)) for table in document.tables]
     figures = [
         folder.write(f"figures/{drawing.name}.{ending}", content)

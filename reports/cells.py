@@ -20,6 +20,7 @@ FLOOR = 0.1
 
 NOT_DISCRIMINATIVE = "not discriminative"
 CEILING_NOTE = "at the ceiling"
+NO_EXACT_NOTE = "no exact top-k at this k"
 
 MINIMUM_PAIRS = 6
 """With fewer pairs not even a sign test on nothing but losses reaches 5 % (2 · 0.5⁵ = 0.0625), whatever a bootstrap of them says."""
@@ -257,7 +258,7 @@ def _cell(
     if method.role is Role.SCAN:
         notes += _firing(members)
         if not exact:
-            notes.append("no exact top-k at this k")
+            notes.append(NO_EXACT_NOTE)
     return Cell(
         task=task,
         context=context,

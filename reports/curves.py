@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,24 @@ FIXED_DEPTH = frozenset({"sparq", "double_sparsity", "loki", "thumbnail", "full"
 """Methods that read every channel they touch to one depth: drawn as points, since nothing lies between two of them."""
 
 _LEGEND_CHARACTERS = 30
+_MOST_TICKS = 7
+
+
+def how_to_read(better: str, beyond: str, lines: str) -> str:
+    """A few words for a reader who meets such a figure for the first time.
+
+    Args:
+        better: ``higher`` or ``lower``.
+        beyond: What a mark further that way has.
+        lines: What the lines across are.
+    """
+    return (
+        "Every mark is one scan. Further left is cheaper: fewer bits of the keys are read for each token. "
+        f"{better.capitalize()} is better: {beyond}. A scan with no other mark both further left and {better} is on the Pareto front: "
+        "whoever wants better must read more. All others are beaten by one that is cheaper and better at once. "
+        f"{lines} Where error bars overlap, the samples may not tell two scans apart; the table's paired differences say whether they do. "
+        "The pointer on a mark shows its numbers."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +81,18 @@ def draw_panels(name: str, title: str, description: str, origin: str, panels: Se
     families = [family for family in styles if any(point.family == family for panel in panels for point in panel.points)]
     columns = 2 if len(panels) == 1 else 3
     legend = 0.1 + 0.19 * -(-(len(families) + 2) // columns)
-    size = (4.8 if len(panels) == 1 else 1.0 + 3.7 * len(panels), 3.35 + legend)
+    size = (4.8 if len(panels) == 1 else 0.72 + 3.98 * len(panels), 3.35 + legend)
 
     def plot(figure: Figure, tips: Tips) -> None:
         handles: dict[str, Any] = {}
-        left, gap = 0.62 / size[0], 0.62 / size[0]
+        labels = _legend_labels(families)
+        left, gap = 0.62 / size[0], 0.92 / size[0]
         width = (1 - left - 0.1 / size[0] - gap * (len(panels) - 1)) / len(panels)
         titled = any(panel.title for panel in panels)
         bottom, top = (0.5 + legend) / size[1], 1 - (HEAD + (0.26 if titled else 0.06)) / size[1]
         for index, panel in enumerate(panels):
             axes = figure.add_axes((left + index * (width + gap), bottom, width, top - bottom))
-            _draw_panel(axes, panel, styles, tips, handles)
+            _draw_panel(axes, panel, styles, tips, handles, labels)
         figure.legend(
             handles.values(),
             handles.keys(),
@@ -82,13 +101,32 @@ def draw_panels(name: str, title: str, description: str, origin: str, panels: Se
             ncols=columns,
             frameon=False,
             fontsize=8,
-            handlelength=2.4,
+            handlelength=2.2,
+            columnspacing=1.0,
         )
 
     return draw(name, title, description, origin, size, plot)
 
 
-def _draw_panel(axes: Axes, panel: Panel, styles: dict[str, Style], tips: Tips, handles: dict[str, Any]) -> None:
+def _legend_labels(families: Sequence[str]) -> dict[str, str]:
+    """A text of bounded length for each family, no two alike: long names often differ in their ends alone."""
+    found: dict[str, str] = {}
+    for family in families:
+        # matplotlib hides an entry that begins with an underscore.
+        name = family.lstrip("_") or family
+        label = shorten(name, _LEGEND_CHARACTERS)
+        if label in found.values():
+            half = _LEGEND_CHARACTERS // 2
+            label = f"{name[: half - 1]}…{name[-half:]}"
+        number = 2
+        while label in found.values():
+            label = f"{shorten(name, _LEGEND_CHARACTERS - 4)} ({number})"
+            number += 1
+        found[family] = label
+    return found
+
+
+def _draw_panel(axes: Axes, panel: Panel, styles: dict[str, Style], tips: Tips, handles: dict[str, Any], labels: Mapping[str, str]) -> None:
     for reference in panel.references:
         if panel.y_log and reference.y <= 0:
             continue
@@ -100,8 +138,6 @@ def _draw_panel(axes: Axes, panel: Panel, styles: dict[str, Style], tips: Tips, 
         members = [point for point in members if not panel.y_log or point.y > 0]
         if not members:
             continue
-        # matplotlib hides an entry that begins with an underscore.
-        label = shorten(family.lstrip("_") or family, _LEGEND_CHARACTERS)
         joined = any(point.joined for point in members)
         drawn = axes.errorbar(
             [point.x for point in members],
@@ -118,7 +154,7 @@ def _draw_panel(axes: Axes, panel: Panel, styles: dict[str, Style], tips: Tips, 
             capsize=2,
             zorder=3,
         )
-        handles.setdefault(label, drawn)
+        handles.setdefault(labels[family], drawn)
         for point in members:
             # What the pointer meets is larger than the mark.
             axes.plot([point.x], [point.y], marker="o", markersize=13, color=colour, alpha=0.01, zorder=4, gid=tips.gid(point.tip))
@@ -142,7 +178,7 @@ def _axes(axes: Axes, panel: Panel) -> None:
         axes.set_yscale("log")
         axes.set_ylim(min(values) / 1.45, max(values) * 1.45)
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if max(values) < 300 * min(values) else (1.0,)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.9f}".rstrip("0").rstrip(".")))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(panel.y_label)
     axes.set_xlabel(panel.x_label)
@@ -165,6 +201,8 @@ def _cost_axis(axes: Axes, values: Sequence[float]) -> None:
     positive = [value for value in values if value > 0]
     low, high = min(positive, default=1.0), max(positive, default=2.0)
     ticks = [float(2**power) for power in range(-4, 24) if low / 1.5 <= 2.0**power <= high * 1.5]
+    # More would run into one another.
+    ticks = ticks[:: -(-len(ticks) // _MOST_TICKS)] if ticks else ticks
     if len(positive) < len(values):
         axes.set_xscale("symlog", base=2, linthresh=low / 2)
         axes.set_xlim(-low / 12, high * 1.3)

@@ -8,7 +8,7 @@ from fathom_eval.reports.cells import Method, Role
 from fathom_eval.reports.document import Column, Entry, Item, Row, Table, entry
 from fathom_eval.reports.grids import GridGroup, draw_grid
 from fathom_eval.reports.ruler_source import Source
-from fathom_eval.reports.wording import number
+from fathom_eval.reports.wording import number, spread
 
 BINS = 5
 _ROLES = (Role.DENSE, Role.EXACT, Role.SCAN)
@@ -35,19 +35,25 @@ def _items(source: Source, k: int | None, needles: dict[tuple[Method, int, int],
     contexts = sorted({context for _, context, _ in needles})
     edges = [f"{number(index / BINS, 1)}–{number((index + 1) / BINS, 1)}" for index in range(BINS)]
     places = [(context, index) for context in contexts for index in range(BINS)]
-    found = [[needles.get((method, context, index), []) for context, index in places] for method in methods]
-    values = [[sum(hits) / len(hits) if hits else None for hits in line] for line in found]
+    counts = [[needles.get((method, context, index), []) for context, index in places] for method in methods]
+    values = [[sum(hits) / len(hits) if hits else None for hits in line] for line in counts]
     tips = [
         [
             f"{method.label}, {context:,} tokens, depth {edges[index]}: {sum(hits)} of {len(hits)} gold strings"
             for (context, index), hits in zip(places, line, strict=True)
         ]
-        for method, line in zip(methods, found, strict=True)
+        for method, line in zip(methods, counts, strict=True)
     ]
     name = "depth-dense" if k is None else f"depth-k{k}"
     at = "" if k is None else f", k = {k:,}"
     tasks = ", ".join(dict.fromkeys(point.task for point in source.points if point.needles))
-    origin = " · ".join(part for part in (f"run {source.name}", source.model, tasks, ", ".join(source.devices)) if part)
+    samples: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for point in source.points:
+        if point.needles:
+            samples[point.task, point.context].add(point.sample)
+    where = f"{spread(contexts, 'token')}{at}"
+    amount = f"{spread([len(found) for found in samples.values()], 'sample')} a task and context"
+    origin = " · ".join(part for part in (f"run {source.name}", source.model, tasks, where, ", ".join(source.devices), amount) if part)
     title = f"Found by needle depth{at}"
     groups = [GridGroup(f"{context:,} tokens", edges) for context in contexts]
     labels = [method.label for method in methods]
@@ -58,11 +64,11 @@ def _items(source: Source, k: int | None, needles: dict[tuple[Method, int, int],
         Row(
             (
                 Entry(method.label),
-                *(entry(value, 3, small=(f"{sum(hits)} of {len(hits)}",)) for value, hits in zip(line, counts, strict=True)),
+                *(entry(value, 3, small=(f"{sum(hits)} of {len(hits)}",)) for value, hits in zip(line, hit_lists, strict=True)),
             ),
             control=method.role is not Role.SCAN,
         )
-        for method, line, counts in zip(methods, values, found, strict=True)
+        for method, line, hit_lists in zip(methods, values, counts, strict=True)
     )
     table = Table(name, f"{title}: numbers", origin, columns, rows, "columns: tokens of context and depth", collapsed=True)
     return [drawing, table]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fathom_eval.reports.gaps import Gap
 from fathom_eval.reports.wording import Remark, number, signed, significant
 
 
@@ -60,6 +61,7 @@ class Table:
         name: Stem of its CSV file, unique within a report.
         origin: Run, model, context, k, device and samples, as far as they apply.
         collapsed: Folded away on the page until it is asked for.
+        caution: What its numbers cannot tell because the run lacks it; stands above the table.
     """
 
     name: str
@@ -69,11 +71,15 @@ class Table:
     rows: tuple[Row, ...]
     legend: str = ""
     collapsed: bool = False
+    caution: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure: its file name without ending, what it shows in words, where its numbers come from, and its bytes in both formats."""
+    """One figure: its file name without ending, what it shows in words, where its numbers come from, and its bytes in both formats.
+
+    ``reading`` says how to read it, and stands above it on the page.
+    """
 
     name: str
     title: str
@@ -81,6 +87,7 @@ class Drawing:
     origin: str
     svg: str
     png: bytes
+    reading: str = ""
 
     @property
     def wide(self) -> bool:
@@ -133,7 +140,10 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One measured value as the table of the paper's numbers needs it: context and k are None where they do not matter."""
+    """One measured value as the table of the paper's numbers needs it: context and k are None where they do not matter.
+
+    ``extra`` is where the index of a timed step lies, and of a mean over tasks their names, sorted.
+    """
 
     quantity: str
     task: str
@@ -152,7 +162,7 @@ class Section:
     Attributes:
         kind: What was measured: ``ruler``, ``sessions``, ``fidelity``, ``step`` or ``kernels``.
         subject, answer: What was compared and what came out, in sentences.
-        missing: What an interrupted run lacks, one line each.
+        missing: What an interrupted run lacks, the worst first.
         measures, facts: For the comparison with other runs and with the paper.
         glossary: What columns mean: (term, meaning).
         provenance, starts: Facts of the manifest; time and changes of every start.
@@ -168,7 +178,7 @@ class Section:
     answer: str
     remarks: Sequence[Remark]
     blocks: Sequence[Block]
-    missing: Sequence[str] = ()
+    missing: Sequence[Gap] = ()
     measures: Sequence[Measure] = ()
     facts: Sequence[Fact] = ()
     glossary: Sequence[tuple[str, str]] = ()
@@ -226,6 +236,16 @@ def difference(mean: float, low: float | None, high: float | None, digits: int |
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return Entry(show(mean), mean, **more)
     return Entry(f"{show(mean)} [{show(low)}, {show(high)}]", mean, None, low, high, **more)
+
+
+def explained(blocks: Sequence[Block], reading: str) -> list[Block]:
+    """The blocks, the first figure of them with the words on how to read it."""
+    for place, block in enumerate(blocks):
+        for index, item in enumerate(block.items):
+            if isinstance(item, Drawing):
+                items = [*block.items[:index], replace(item, reading=reading), *block.items[index + 1 :]]
+                return [*blocks[:place], replace(block, items=items), *blocks[place + 1 :]]
+    return list(blocks)
 
 
 def renamed(item: Item, prefix: str) -> Item:

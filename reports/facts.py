@@ -29,6 +29,13 @@ def model_of(manifest: Mapping[str, Any]) -> str:
     return fact(manifest, "model", "model_name") or "an unnamed model"
 
 
+def haystack_of(manifest: Mapping[str, Any]) -> str:
+    """The name of the text; of a file that names itself no further, the file's own. Empty where unknown."""
+    name, found = fact(manifest, "haystack"), manifest.get("haystack")
+    origin = printable(found["origin"]) if isinstance(found, Mapping) and found.get("origin") else ""
+    return origin.rstrip("/").rsplit("/", 1)[-1] if name == "file" and origin else name
+
+
 def devices_of(manifest: Mapping[str, Any]) -> list[str]:
     """The devices of all starts of the run, each once."""
     starts = [manifest, *_starts(manifest)]

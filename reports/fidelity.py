@@ -16,7 +16,7 @@ from fathom_eval.run import canonical_json
 from fathom_eval.stats import mean_and_standard_error, paired_difference
 
 ESTIMATED = ("error_dense", "error_exact", "excess", "squared_error_dense", "squared_error_exact", "squared_excess", "recall")
-COUNTED = ("bits", "declared_bits", "active_channels", "rows", "candidate_rows")
+COUNTED = ("bits", "declared_bits", "active_channels", "rows", "candidate_rows", "near_ties")
 COMPARED = ("error_dense", "error_exact")
 LEGEND = (
     "mean over positions, layers, query heads and windows ± standard error over windows; error: ‖o − o_ref‖ / ‖o_ref‖ with dense "

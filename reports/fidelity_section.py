@@ -2,117 +2,52 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from fathom_eval.console import printable
-from fathom_eval.errors import UserError
 from fathom_eval.reports.ablations import ablation_tables, equal_bytes_table
 from fathom_eval.reports.canvas import Style
 from fathom_eval.reports.cells import MINIMUM_PAIRS
-from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels
-from fathom_eval.reports.document import Block, Column, Drawing, Entry, Fact, Item, Measure, Row, Section, Table, difference, entry
-from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of, provenance_of, starts_of
-from fathom_eval.reports.fidelity import LEGEND, fidelity_frame, pairs_frame
+from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels, how_to_read
+from fathom_eval.reports.document import (
+    Block,
+    Column,
+    Drawing,
+    Entry,
+    Fact,
+    Item,
+    Measure,
+    Row,
+    Section,
+    Table,
+    difference,
+    entry,
+    explained,
+)
+from fathom_eval.reports.facts import devices_of, fact, haystack_of, last_settings, model_of, provenance_of, starts_of
+from fathom_eval.reports.fidelity import LEGEND
+from fathom_eval.reports.fidelity_source import AXES, FidelitySource
 from fathom_eval.reports.fidelity_words import answer, equal_error, fidelity_remarks, frontier
-from fathom_eval.reports.gaps import gaps, planned
+from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.glossary import glossary
-from fathom_eval.reports.loading import Loaded, Records
 from fathom_eval.reports.tables import results_csv
 from fathom_eval.reports.wording import count, join, number, setting, significant, spread
-from fathom_eval.run import canonical_json
 from fathom_eval.stats import paired_difference
 
 _MANY_METHODS = 16
 """With more of them the page sets only those against each other that none beats in bits and error; the CSV holds every pair."""
-AXES = {"error_dense": "error to dense", "error_exact": "error to exact top-k"}
-_NEEDED = ("context", "k", "sample", "method", "options", "method_version", "label", "family", "control", "finish")
 
 
-@dataclass(frozen=True)
-class FidelitySource:
-    """One fidelity run as a report sees it."""
-
-    name: str
-    run: Records
-    records: Sequence[Mapping[str, Any]]
-    notes: Sequence[str]
-
-    @cached_property
-    def frame(self) -> pd.DataFrame:
-        """One row a context, k and method."""
-        return fidelity_frame(self.records)
-
-    @cached_property
-    def pairs(self) -> pd.DataFrame:
-        """One row a pair of methods and an error."""
-        return pairs_frame(self.records)
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of the frame; what is unknown is None."""
-        return [{str(name): None if _unknown(value) else value for name, value in row.items()} for row in self.frame.to_dict("records")]
-
-    @property
-    def settings(self) -> list[tuple[int, int]]:
-        """The (context, k) pairs."""
-        return list(dict.fromkeys((int(row["context"]), int(row["k"])) for row in self.rows if row["k"] is not None))
-
-    @property
-    def families(self) -> list[str]:
-        """The lines of the scans, as figures draw them."""
-        return list(dict.fromkeys(row["line"] for row in self.rows if not row["control"]))
-
-    @property
-    def missing(self) -> list[str]:
-        """What the run lacks of what its last start asked for, and where a method has fewer windows than others."""
-        present = Counter(("fidelity", one["context"], one["k"], printable(one["label"])) for one in self.records)
-        expected = {key: max(own for other, own in present.items() if other[1] == key[1]) for key in present}
-        for key, amount in planned(last_settings(self.run.manifest), "fidelity", ()).items():
-            expected[key] = max(expected.get(key, 0), amount)
-        return [line.replace(" on fidelity at ", " at ") for line in gaps(expected, present, "windows")]
-
-    def values(self, context: int, k: int | None, method: str, metric: str) -> dict[int, float]:
-        """A metric by window."""
-        return self._values.get((context, k, method, metric), {})
-
-    @cached_property
-    def _values(self) -> dict[tuple[int, int | None, str, str], dict[int, float]]:
-        found: dict[tuple[int, int | None, str, str], dict[int, float]] = {}
-        for one in self.records:
-            if one["finish"] == "complete":
-                for metric in (*AXES, "excess"):
-                    if one.get(metric) is not None:
-                        found.setdefault((one["context"], one["k"], printable(one["label"]), metric), {})[one["sample"]] = float(
-                            one[metric]
-                        )
-        return found
-
-
-def fidelity_source(loaded: Loaded) -> FidelitySource:
-    """The run as a report sees it, the newest version of every method. Raises UserError where not one record is of this kind."""
-    records, foreign = [], 0
-    for record in loaded.records.iter_records():
-        if all(name in record for name in _NEEDED) and (record["finish"] != "complete" or record.get("error_dense") is not None):
-            records.append(record)
-        else:
-            foreign += 1
-    if not records:
-        raise UserError(f"{loaded.path} holds no record of kind 'fidelity'")
-    newest: dict[tuple[str, str], int] = {}
-    for record in records:
-        key = (record["method"], canonical_json(record["options"]))
-        newest[key] = max(newest.get(key, 0), record["method_version"])
-    kept = [record for record in records if record["method_version"] == newest[record["method"], canonical_json(record["options"])]]
-    notes = [f"{len(records) - len(kept)} records of older versions of methods are left out"] if len(kept) < len(records) else []
-    notes += [f"{foreign} records are not of this kind and are left out"] if foreign else []
-    return FidelitySource(loaded.name, loaded.records, kept, notes)
+READING = how_to_read(
+    "lower",
+    "the attention output is closer to the one it is compared with. Both axes are logarithmic",
+    "The dashed line is exact top-k: what is left of the error when the k tokens are chosen without a mistake.",
+)
 
 
 def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Style]) -> Section:
@@ -131,6 +66,7 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
         ]
         text = answer(source.rows, [(context, k)], source.pairs) if len(source.settings) > 1 else ""
         blocks.append(Block(f"{anchor}-{context}-{k}", setting(context, k), items, text))
+    blocks = explained(blocks, READING)
     where = _origin(source, None, None, source.rows)
     settings = last_settings(manifest)
     suite = printable(settings.get("suite") or "")
@@ -151,8 +87,11 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
         model=model_of(manifest),
         device=", ".join(devices_of(manifest)),
         subject=_subject(source),
-        answer=answer(source.rows, source.settings, source.pairs),
-        remarks=fidelity_remarks(source.rows, list(source.run.problems), source.missing, source.notes, fact(manifest, "haystack")),
+        answer=" ".join(part for part in (source.absent(), answer(source.rows, source.settings, source.pairs)) if part),
+        remarks=[
+            *fidelity_remarks(source.rows, list(source.run.problems), source.missing, source.notes, haystack_of(manifest)),
+            *half_remarks(source.halves, source.run.torn, NOUNS["fidelity"]),
+        ],
         blocks=blocks,
         missing=source.missing,
         measures=_measures(source),
@@ -166,30 +105,26 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
     )
 
 
-def _unknown(value: object) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
-
-
 def _subject(source: FidelitySource) -> str:
     manifest = source.run.manifest
     scans = {row["method"] for row in source.rows if not row["control"]}
     devices = join(devices_of(manifest))
-    haystack = fact(manifest, "haystack")
+    haystack = haystack_of(manifest)
     positions = fact(manifest, "positions")
-    windows = spread([row["windows"] for row in source.rows if row["windows"]])
+    windows = spread([row["windows"] for row in source.rows if row["windows"]], "window")
     where = f" on {devices}" if devices else ""
     return (
         f"{count(len(scans), 'scan')} of {model_of(manifest)}{where}: the relative error of attention outputs "
-        f"against dense attention and against exact top-k{f', at the last {positions} positions' if positions else ''} of {windows} windows"
+        f"against dense attention and against exact top-k{f', at the last {positions} positions' if positions else ''} of {windows}"
         f"{f' of {haystack}' if haystack else ''}."
     )
 
 
 def _origin(source: FidelitySource, context: int | None, k: int | None, rows: Sequence[Mapping[str, Any]]) -> str:
     manifest = source.run.manifest
-    windows = spread([row["windows"] for row in rows if row["windows"]])
+    windows = spread([row["windows"] for row in rows if row["windows"]], "window")
     at = "" if context is None else setting(context, k)
-    parts = (f"run {source.name}", model_of(manifest), at, ", ".join(devices_of(manifest)), f"{windows} windows")
+    parts = (f"run {source.name}", model_of(manifest), at, ", ".join(devices_of(manifest)), windows)
     return " · ".join(part for part in parts if part)
 
 
@@ -226,7 +161,8 @@ def _errors(source: FidelitySource, context: int, k: int, rows: Sequence[Mapping
             Entry(f"{row['windows']}", row["windows"]),
         )
         table.append(Row(entries, control=bool(row["control"])))
-    return Table(f"errors-{context}-k{k}", f"Errors at {setting(context, k)}", where, columns, tuple(table), LEGEND)
+    title, caution = f"Errors at {setting(context, k)}", source.absent(context, k)
+    return Table(f"errors-{context}-k{k}", title, where, columns, tuple(table), LEGEND, caution=caution)
 
 
 def _squared(context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str) -> Table:

@@ -11,6 +11,7 @@ import pandas as pd
 from fathom_eval.console import printable
 from fathom_eval.reports.cells import MINIMUM_PAIRS
 from fathom_eval.reports.curves import FIXED_DEPTH
+from fathom_eval.reports.gaps import Gap
 from fathom_eval.reports.wording import Remark, count, join, number, setting, significant
 
 Rows = Sequence[Mapping[str, Any]]
@@ -97,7 +98,7 @@ def _separate(pairs: pd.DataFrame, context: int, k: int, first: str, second: str
     return bool(len(found) and (found["high"].iloc[0] < 0 or found["low"].iloc[0] > 0))
 
 
-def fidelity_remarks(rows: Rows, problems: Sequence[str], missing: Sequence[str], notes: Sequence[str], haystack: str) -> list[Remark]:
+def fidelity_remarks(rows: Rows, problems: Sequence[str], missing: Sequence[Gap], notes: Sequence[str], haystack: str) -> list[Remark]:
     """What limits the numbers."""
     found = []
     windows = max((row["windows"] for row in rows), default=0)

@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from fathom_eval.console import printable
 from fathom_eval.errors import UserError
-from fathom_eval.run import MANIFEST, RECORDS, Run
+from fathom_eval.run import MANIFEST, PACKED, RECORDS, Run
 
 RUN_KINDS = ("ruler", "sessions", "fidelity")
 TIMING = "timing"
@@ -37,6 +38,7 @@ _TIMING_KINDS = frozenset(
     }
 )
 _MAX_LINE = 1 << 20
+_REPORT_FILES = ("report.html", "results.csv", "results.md")
 
 
 class Records(Protocol):
@@ -44,6 +46,7 @@ class Records(Protocol):
 
     manifest: dict[str, Any]
     problems: list[str]
+    torn: dict[tuple[str, int], int]
 
     def iter_records(self) -> Iterator[dict[str, Any]]:
         """The records, one at a time."""
@@ -68,6 +71,7 @@ class LineRecords:
     lines: list[dict[str, Any]]
     manifest: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    torn: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def iter_records(self) -> Iterator[dict[str, Any]]:
         """The records, one at a time."""
@@ -89,7 +93,7 @@ def load_runs(paths: Sequence[Path], stack: ExitStack) -> tuple[list[Loaded], li
     Raises:
         UserError: Not one of them could be loaded.
     """
-    unique = list({path.resolve(): path for path in paths}.values())
+    unique = list({path.resolve(): path for path in map(_run_of, paths)}.values())
     loaded, errors = [], []
     for path in unique:
         same_name = [other for other in unique if other.resolve().name == path.resolve().name]
@@ -104,16 +108,27 @@ def load_runs(paths: Sequence[Path], stack: ExitStack) -> tuple[list[Loaded], li
     return loaded, errors
 
 
+def _run_of(path: Path) -> Path:
+    """The folder of a run where its file of records is given."""
+    return path.parent if path.name in (RECORDS, PACKED) and path.is_file() and (path.parent / MANIFEST).is_file() else path
+
+
 def _records(path: Path, stack: ExitStack) -> Records:
-    if path.is_file() and path.suffix == ".jsonl":
+    if path.is_file() and path.name.endswith((".jsonl", ".jsonl.gz")):
         return _read_lines([path])
     if path.is_dir() and not (path / MANIFEST).exists():
         files = sorted(path.glob("*.jsonl"))
         if files:
             return _read_lines(files)
-    packed = path / f"{RECORDS}.gz"
-    if packed.is_file() and (path / MANIFEST).is_file() and not (path / RECORDS).exists():
-        path = _unpacked(path, packed, stack)
+    if path.is_dir() and not (path / RECORDS).exists():
+        if (path / PACKED).is_file() and (path / MANIFEST).is_file():
+            path = _unpacked(path, path / PACKED, stack)
+        elif made := [name for name in _REPORT_FILES if (path / name).is_file()]:
+            missing = [name for name in (MANIFEST, f"{RECORDS} (or {PACKED})") if not (path / name.split(" ")[0]).exists()]
+            raise UserError(
+                f"{path} holds a report ({', '.join(made)}) without the records that it was made of: "
+                f"{' and '.join(missing)} must lie beside it, as a run writes them"
+            )
     return Run.load(path)
 
 
@@ -124,7 +139,7 @@ def _unpacked(path: Path, packed: Path, stack: ExitStack) -> Path:
         shutil.copyfile(path / MANIFEST, folder / MANIFEST)
         with gzip.open(packed, "rb") as source, (folder / RECORDS).open("wb") as target:
             shutil.copyfileobj(source, target)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{packed} cannot be unpacked: {error}") from error
     return folder
 
@@ -133,9 +148,10 @@ def _read_lines(files: Sequence[Path]) -> LineRecords:
     found = LineRecords([])
     for file in files:
         try:
-            text = file.read_bytes().decode("utf-8", errors="replace")
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+            content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        text = content.decode("utf-8", errors="replace")
         for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue

@@ -6,8 +6,9 @@ import math
 
 from fathom_eval.console import printable
 from fathom_eval.reports.cells import ALL_TASKS, CEILING_NOTE, NOT_DISCRIMINATIVE, Cell, Comparison, Method, Role
+from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.ruler_source import Source, is_scan
-from fathom_eval.reports.wording import Remark, count, join, number, setting, signed
+from fathom_eval.reports.wording import Remark, count, join, number, setting, signed, spread
 
 
 def with_error(cell: Cell, digits: int = 3) -> str:
@@ -29,20 +30,21 @@ def subject(source: Source) -> str:
     """What was compared: methods, tasks, model, device, haystack, samples."""
     scans = {cell.method for cell in source.cells if is_scan(cell)}
     counts = sorted({cell.samples for cell in source.cells if cell.method.role is Role.DENSE} or {cell.samples for cell in source.cells})
-    samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    samples = spread(counts, "sample")
     where = f" on {join(source.devices)}" if source.devices else ""
     haystack = f", in a haystack of {source.haystack}" if source.haystack else ""
     return (
         f"{count(len(scans), 'scan')} of {source.model}{where}, compared with dense attention and with exact top-k: "
-        f"{join(source.tasks)}{haystack}, {samples} samples a task and context."
+        f"{join(source.tasks)}{haystack}, {samples} a task and context."
     )
 
 
 def answer(source: Source) -> str:
     """Which scans separate from exact top-k by their paired interval, and which do not, over every context and k of the run."""
     settings = source.settings
+    absent = source.absent()
     if len(settings) == 1:
-        return finding(source, *settings[0])
+        return " ".join(part for part in (absent, finding(source, *settings[0])) if part)
     verdicts: dict[Method, list[Comparison]] = {}
     for cell in source.overview:
         if cell.against_exact is not None:
@@ -65,7 +67,7 @@ def answer(source: Source) -> str:
         "Over all tasks nowhere separated from exact top-k by these samples",
     )
     parts = [f"{name}: {join(groups[name])}." for name in (*order, "Above exact top-k somewhere") if name in groups]
-    return " ".join(parts)
+    return " ".join(part for part in (absent, *parts) if part)
 
 
 def finding(source: Source, context: int, k: int | None) -> str:
@@ -128,6 +130,7 @@ def remarks(source: Source) -> list[Remark]:
         gaps = count(len(source.missing), "gap")
         text = f"The run is not complete: {gaps} listed below. Comparisons use only the samples that both sides have."
         found.append(Remark(text))
+    found += half_remarks(source.halves, source.run.torn, NOUNS["ruler"])
     if source.run.problems:
         damage = "; ".join(printable(problem) for problem in list(source.run.problems)[:3])
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped: {damage}.", grave=True))

@@ -16,6 +16,8 @@ from fathom_eval.reports.document import Block, Document, Drawing, Steps, Table
 
 MAX_LISTED = 200
 """Lines of a list on the page; a file beside it has them all."""
+SHOWN_GAPS = 10
+"""Of what a run lacks, the worst first; the rest is folded away."""
 MAX_DRAWN_BYTES = 900_000
 """Of the figures on the page; those beyond stay in their files, and the page says so."""
 
@@ -40,6 +42,7 @@ def render(document: Document, data_files: Sequence[str]) -> str:
         data_files=data_files,
         version=__version__,
         max_listed=MAX_LISTED,
+        shown_gaps=SHOWN_GAPS,
         # matplotlib escaped every text within a drawing, and the script is the package's own.
         inlined={name: Markup(svg) for name, svg in _inlined(document.drawings).items()},
         steps_json=lambda steps: Markup(_json(steps)),

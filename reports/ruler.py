@@ -6,10 +6,24 @@ from collections.abc import Sequence
 from functools import partial
 
 from fathom_eval.reports.canvas import Style, slug
-from fathom_eval.reports.cells import ALL_TASKS, NOT_DISCRIMINATIVE, Cell, Method, Role, sort_key
-from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels
+from fathom_eval.reports.cells import ALL_TASKS, NO_EXACT_NOTE, NOT_DISCRIMINATIVE, Cell, Method, Role, sort_key
+from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels, how_to_read
 from fathom_eval.reports.depths import depth_items
-from fathom_eval.reports.document import Block, Column, Drawing, Entry, Fact, Item, Measure, Row, Section, Table, difference, entry
+from fathom_eval.reports.document import (
+    Block,
+    Column,
+    Drawing,
+    Entry,
+    Fact,
+    Item,
+    Measure,
+    Row,
+    Section,
+    Table,
+    difference,
+    entry,
+    explained,
+)
 from fathom_eval.reports.facts import provenance_of, starts_of
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.narrative import answer, finding, remarks, subject, with_error
@@ -21,6 +35,13 @@ MAX_FAILURES = 200
 """A report of thousands of failures names the first ones; samples.csv has them all."""
 
 
+READING = how_to_read(
+    "higher",
+    "more of what was hidden in the text is found",
+    "The solid line is dense attention, which attends to every token; the dashed one exact top-k, which scans try to reach.",
+)
+
+
 def ruler_section(source: Source, anchor: str, styles: dict[str, Style]) -> Section:
     """The run with everything that a report shows of it."""
     taken: set[str] = set()
@@ -29,6 +50,7 @@ def ruler_section(source: Source, anchor: str, styles: dict[str, Style]) -> Sect
         items: list[Item] = [_matrix(source, context, k), *_figures(source, context, k, styles, taken), _details(source, context, k)]
         text = finding(source, context, k) if len(source.settings) > 1 else ""
         blocks.append(Block(f"{anchor}-{context}-{k}", setting(context, k), items, text))
+    blocks = explained(blocks, READING)
     depths = depth_items(source)
     if depths:
         text = "Share of gold strings found, by where in the haystack their needle stands: 0 is the beginning, 1 the end."
@@ -63,13 +85,13 @@ def ruler_section(source: Source, anchor: str, styles: dict[str, Style]) -> Sect
 
 def origin(source: Source, context: int, k: int | None, cells: Sequence[Cell]) -> str:
     """Where the numbers of a table or figure come from."""
-    samples = spread([cell.samples for cell in cells if cell.samples])
+    samples = spread([cell.samples for cell in cells if cell.samples], "sample")
     parts = [
         f"run {source.name}",
         source.model,
         setting(context, k),
         ", ".join(source.devices),
-        f"{samples} samples a task" if samples else "",
+        f"{samples} a task" if samples else "",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -87,19 +109,21 @@ def _matrix(source: Source, context: int, k: int | None) -> Table:
     tasks = _tasks(source, cells)
     totals = {cell.method: cell for cell in source.overview if cell.context == context and cell.k in (None, k)}
     several = len(source.tasks) > 1
-    columns = [Column("method"), Column("bits", "a channel"), *(Column(task) for task in tasks)]
-    columns += [Column(ALL_TASKS)] if several else []
-    columns.append(Column("minus exact top-k", "wins / ties / losses"))
+    # The answer first: the score, how it differs from exact top-k, and at what cost; then task by task.
+    columns = [Column("method"), *([Column(ALL_TASKS)] if several else map(Column, tasks))]
+    columns += [Column("minus exact top-k", "wins / ties / losses"), Column("bits", "a channel")]
+    columns += map(Column, tasks) if several else []
     rows = []
     for method in dict.fromkeys(cell.method for cell in cells):
         own = {cell.task: cell for cell in cells if cell.method == method}
         total = totals.get(method)
-        entries = [_name(method), _bits(list(own.values())), *(_score(own.get(task)) for task in tasks)]
-        entries += [_score(total, "total")] if several else []
-        rows.append(Row((*entries, _against(total)), control=method.role is not Role.SCAN))
-    return Table(
-        f"scores-{context}-k{k}", f"Scores at {setting(context, k)}", origin(source, context, k, cells), tuple(columns), tuple(rows), LEGEND
-    )
+        scores = [_score(own.get(task)) for task in tasks]
+        lead, rest = ([_score(total, "total")], scores) if several else (scores, [])
+        entries = (_name(method), *lead, _against(total), _bits(list(own.values())), *rest)
+        rows.append(Row(entries, control=method.role is not Role.SCAN))
+    title, where = f"Scores at {setting(context, k)}", origin(source, context, k, cells)
+    caution = source.absent(context, k)
+    return Table(f"scores-{context}-k{k}", title, where, tuple(columns), tuple(rows), LEGEND, caution=caution)
 
 
 def _name(method: Method) -> Entry:
@@ -121,7 +145,8 @@ def _score(cell: Cell | None, style: str = "") -> Entry:
         return Entry()
     sign = mark(cell)
     found = {"≈": "floor", "▼": "below", "▲": "above", "≡": "floor"}.get(sign, "")
-    notes = tuple(note for note in cell.notes if note != NOT_DISCRIMINATIVE)
+    # A sign says the one, a warning above the table the other.
+    notes = tuple(note for note in cell.notes if note not in (NOT_DISCRIMINATIVE, NO_EXACT_NOTE))
     return entry(cell.score, 3, error=cell.standard_error, mark=sign, small=notes, style=f"{found} {style}".strip())
 
 
@@ -175,7 +200,7 @@ def _references(cells: Sequence[Cell]) -> list[Reference]:
 
 def _details(source: Source, context: int, k: int | None) -> Table:
     cells = _here(source, context, k)
-    names = ("samples", "score", "dense", "exact top-k", "pairs", "minus exact top-k", "wins / ties / losses", "bits", "declared bits")
+    names = ("score", "minus exact top-k", "wins / ties / losses", "bits", "samples", "pairs", "dense", "exact top-k", "declared bits")
     columns = (
         Column("method"),
         Column("task", text=True),
@@ -190,14 +215,14 @@ def _details(source: Source, context: int, k: int | None) -> Table:
         entries = (
             Entry(cell.method.label),
             Entry(cell.task),
-            Entry(f"{cell.samples}", cell.samples),
             entry(cell.score, 3, error=cell.standard_error),
-            entry(cell.dense_score),
-            entry(cell.exact_score),
-            Entry(f"{found.pairs}", found.pairs) if found else Entry(),
             difference(found.mean, found.low, found.high) if found else Entry(),
             Entry(f"{found.wins} / {found.ties} / {found.losses}") if found else Entry(),
             entry(cell.bits, 2),
+            Entry(f"{cell.samples}", cell.samples),
+            Entry(f"{found.pairs}", found.pairs) if found else Entry(),
+            entry(cell.dense_score),
+            entry(cell.exact_score),
             entry(cell.declared_bits, 2),
             entry(cell.active_channels, 1),
             entry(cell.rows, 1),
@@ -238,8 +263,21 @@ def _measures(source: Source) -> list[Measure]:
 
 def _facts(source: Source) -> list[Fact]:
     cells = [*(source.overview if len(source.tasks) > 1 else []), *source.cells]
+    pooled: dict[int, set[str]] = {}
+    for cell in source.cells:
+        if NOT_DISCRIMINATIVE not in cell.notes:
+            pooled.setdefault(cell.context, set()).add(cell.task)
     return [
-        Fact("score", cell.task, cell.method.label, cell.context, cell.k, cell.score, cell.standard_error)
+        Fact(
+            "score",
+            cell.task,
+            cell.method.label,
+            cell.context,
+            cell.k,
+            cell.score,
+            cell.standard_error,
+            " ".join(sorted(pooled[cell.context])) if cell.task == ALL_TASKS else "",
+        )
         for cell in cells
         if cell.score is not None
     ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fathom_eval.errors import UserError
+from fathom_eval.reports.absent import absent_words
 from fathom_eval.reports.cells import Cell, Point, Role, compute_cells, compute_overview, read_points, tasks_of
-from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of
+from fathom_eval.reports.facts import devices_of, haystack_of, last_settings, model_of
+from fathom_eval.reports.gaps import NOUNS, Gap, Half, gaps, half_written, planned
 from fathom_eval.reports.gaps import Cell as GapCell
-from fathom_eval.reports.gaps import gaps, planned
+from fathom_eval.reports.impossible import impossible_notes
 from fathom_eval.reports.loading import Loaded, Records
 
 
@@ -52,7 +54,7 @@ class Source:
     @property
     def haystack(self) -> str:
         """The name of the text that the needles were hidden in."""
-        return fact(self.run.manifest, "haystack")
+        return haystack_of(self.run.manifest)
 
     @property
     def devices(self) -> list[str]:
@@ -68,18 +70,50 @@ class Source:
         return sorted(kept, key=lambda pair: (pair[0], pair[1] or 0))
 
     @cached_property
-    def missing(self) -> list[str]:
+    def present(self) -> dict[GapCell, set[int]]:
+        """The samples of each task, context, k and method."""
+        found: dict[GapCell, set[int]] = defaultdict(set)
+        for point in self.points:
+            found[point.task, point.context, point.k, point.method.label].add(point.sample)
+        return found
+
+    @cached_property
+    def missing(self) -> list[Gap]:
         """What the run lacks: of what its last start asked for, and where a method has fewer samples than others beside it."""
-        present = Counter((point.task, point.context, point.k, point.method.label) for point in self.points)
-        expected: dict[GapCell, int] = {}
+        beside: dict[tuple[str, int, int | None], set[int]] = defaultdict(set)
+        methods: dict[tuple[int, int | None], dict[str, Role]] = defaultdict(dict)
         for cell in self.cells:
-            for method in {other.method for other in self.cells if (other.context, other.k) == (cell.context, cell.k)}:
-                key = (cell.task, cell.context, cell.k, method.label)
+            methods[cell.context, cell.k][cell.method.label] = cell.method.role
+        for (task, context, k, _), samples in self.present.items():
+            beside[task, context, k] |= samples
+        expected: dict[GapCell, set[int]] = {}
+        for (task, context, k), samples in beside.items():
+            for label, role in methods[context, k].items():
                 # Dense serves every k, so it may have samples that the scans at this k were never asked for.
-                expected[key] = max(expected.get(key, 0), 0 if method.role is Role.DENSE else cell.expected)
-        for key, amount in planned(last_settings(self.run.manifest), "ruler", ()).items():
-            expected[key] = max(expected.get(key, 0), amount)
-        return gaps(expected, present)
+                expected[task, context, k, label] = set() if role is Role.DENSE else samples
+        for key, samples in planned(last_settings(self.run.manifest), "ruler", ()).items():
+            expected[key] = expected.get(key, set()) | samples
+        return gaps(expected, self.present, NOUNS["ruler"])
+
+    @cached_property
+    def halves(self) -> list[Half]:
+        """The samples that are written only in part."""
+        return half_written(self.present, NOUNS["ruler"])
+
+    def absent(self, context: int | None = None, k: int | None = None) -> str:
+        """What the run lacks of its controls, everywhere or at one context and k, and the command that adds it."""
+        exact: dict[tuple[int, int | None], list[str]] = {}
+        dense: dict[int, list[str]] = {}
+        for at in self.settings:
+            if context is not None and at != (context, k):
+                continue
+            here = [cell for cell in self.cells if cell.context == at[0] and cell.k in (None, at[1])]
+            scanned = [task for task in self.tasks if any(cell.task == task and is_scan(cell) for cell in here)]
+            for role, found, place in ((Role.EXACT, exact, at), (Role.DENSE, dense, at[0])):
+                without = [task for task in scanned if not any(cell.task == task and cell.method.role is role for cell in here)]
+                if without:
+                    found[place] = [] if without == scanned else without  # type: ignore[index]
+        return absent_words(self.name, exact, dense)
 
 
 def ruler_source(loaded: Loaded) -> Source:
@@ -87,7 +121,7 @@ def ruler_source(loaded: Loaded) -> Source:
     points, remarks = read_points(loaded.records.iter_records())
     if not points:
         raise UserError(f"{loaded.path} holds no record of kind 'ruler': {'; '.join(remarks)}")
-    return Source(loaded.name, loaded.records, points, remarks)
+    return Source(loaded.name, loaded.records, points, [*remarks, *impossible_notes(last_settings(loaded.records.manifest))])
 
 
 def is_scan(cell: Cell) -> bool:

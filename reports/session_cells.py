@@ -62,6 +62,7 @@ class Step:
     bits: float | None
     rows: float | None
     tokens: tuple[int, ...]
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ def _dense_at(dense: Step, exact: Step | None) -> Step:
         bits=None,
         rows=dense.rows,
         tokens=dense.tokens,
+        session_id=dense.session_id,
     )
 
 
@@ -272,6 +274,7 @@ def _step(record: Mapping[str, Any]) -> Step:
         bits=_number(record.get("bits")),
         rows=_number(record.get("rows")),
         tokens=tuple(record["token_ids"]),
+        session_id=printable(record.get("session_id") or ""),
     )
 
 

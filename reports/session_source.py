@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fathom_eval.console import shorten
 from fathom_eval.errors import UserError
+from fathom_eval.reports.absent import adding
 from fathom_eval.reports.cells import MINIMUM_PAIRS
 from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of
+from fathom_eval.reports.gaps import NOUNS, Gap, Half, gaps, half_remarks, half_written, planned
 from fathom_eval.reports.gaps import Cell as GapCell
-from fathom_eval.reports.gaps import gaps, planned
+from fathom_eval.reports.impossible import impossible_notes
 from fathom_eval.reports.loading import Loaded, Records
 from fathom_eval.reports.session_cells import Pair, Role, SessionCell, Step, compute_session_cells, read_steps
 from fathom_eval.reports.wording import Remark, count, join, number, signed
+
+_SHOWN_GAPS = 3
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,13 @@ class SessionSource:
     @cached_property
     def baseline(self) -> str | None:
         """Label of the method that the others are compared with: what the run's last start names, if it is measured."""
-        named = fact({"settings": last_settings(self.run.manifest)}, "baseline")
         scans = [step.method.label for step in self.steps if step.method.role is Role.SCAN]
-        return named if named in scans else next(iter(scans), None)
+        return self.asked_baseline if self.asked_baseline in scans else next(iter(scans), None)
+
+    @property
+    def asked_baseline(self) -> str:
+        """Label of the method that the run's last start names as the baseline; empty where it names none."""
+        return fact({"settings": last_settings(self.run.manifest)}, "baseline")
 
     @property
     def k_values(self) -> list[int | None]:
@@ -80,16 +88,56 @@ class SessionSource:
         return isinstance(named, Mapping) and bool(named.get("scripted"))
 
     @cached_property
-    def missing(self) -> list[str]:
+    def present(self) -> dict[GapCell, set[int]]:
+        """The sessions of each k and method."""
+        found: dict[GapCell, set[int]] = {}
+        for step in self.steps:
+            found.setdefault(("", step.context, step.k, step.method.label), set()).add(step.session)
+        return found
+
+    @cached_property
+    def missing(self) -> list[Gap]:
         """What the run lacks of what its last start asked for, and where a method has fewer sessions than others."""
-        present = Counter(("session", step.context, step.k, step.method.label) for step in self.steps)
-        expected: dict[GapCell, int] = {}
-        contexts = {step.context for step in self.steps}
-        for key in present:
-            expected[key] = len({step.session for step in self.steps if step.context == key[1]})
-        for key, amount in planned(last_settings(self.run.manifest), "sessions", contexts).items():
-            expected[key] = max(expected.get(key, 0), amount)
-        return [line.replace(" on session at ", " at ") for line in gaps(expected, present, "sessions")]
+        beside: dict[int, set[int]] = {}
+        for (_, context, _, _), sessions in self.present.items():
+            beside.setdefault(context, set()).update(sessions)
+        expected = {key: beside[key[1]] for key in self.present}
+        for key, sessions in planned(last_settings(self.run.manifest), "sessions", beside).items():
+            # A control's repetition alone belongs to it, though no start names it.
+            for own in (key, (*key[:3], f"{key[3]}, alone")):
+                if own == key or own in self.present:
+                    expected[own] = expected.get(own, set()) | sessions
+        return gaps(expected, self.present, NOUNS["sessions"])
+
+    @cached_property
+    def halves(self) -> list[Half]:
+        """The sessions that are written only in part."""
+        return half_written(self.present, NOUNS["sessions"])
+
+    @cached_property
+    def ids(self) -> dict[int, str]:
+        """What the records call each session."""
+        return {step.session: shorten(step.session_id, 60) for step in self.steps if step.session_id}
+
+    def absent(self, k: int | None = None) -> str:
+        """What the run lacks of what its steps are compared with, at every k or at one, and the command that adds it."""
+        roles = {(step.k, step.method.role) for step in self.steps}
+        without = [at for at in self.k_values if at is not None and k in (None, at) and (at, Role.EXACT) not in roles]
+        parts = []
+        if without:
+            where = join([f"k = {at:,}" for at in without])
+            measured = any(cell.k in without and cell.method.role is Role.SCAN and cell.agreement is not None for cell in self.cells)
+            lost = "agreements are as recorded, and no step stands beside its own" if measured else "no step is compared with its own"
+            parts.append(f"Exact top-k, which every step is compared with, is missing at {where}: {lost}.")
+        if (None, Role.DENSE) not in roles:
+            parts.append("Dense attention is missing: what selecting k tokens changes in a step is not known.")
+        if parts:
+            parts.append(adding("sessions", self.name))
+        if self.asked_baseline and self.baseline != self.asked_baseline:
+            instead = f"differences are from {self.baseline} instead" if self.baseline else "there are no differences"
+            parts.append(f"The baseline that the run names, {self.asked_baseline}, is missing: {instead}.")
+            parts.append(adding("sessions", self.name, "…") + " It must be among the methods.")
+        return " ".join(parts)
 
 
 def session_source(records: Records, name: str) -> SessionSource:
@@ -97,7 +145,7 @@ def session_source(records: Records, name: str) -> SessionSource:
     steps, notes = read_steps(records.iter_records())
     if not steps:
         raise UserError(f"{name} holds no record of kind 'sessions': {'; '.join(notes)}")
-    return SessionSource(name, records, steps, notes)
+    return SessionSource(name, records, steps, [*notes, *impossible_notes(last_settings(records.manifest))])
 
 
 def load_session_source(loaded: Loaded) -> SessionSource:
@@ -127,8 +175,10 @@ def session_remarks(source: SessionSource) -> list[Remark]:
     if failed:
         found.append(Remark(f"{count(failed, 'step')} failed and are in no mean; steps.csv names them.", grave=True))
     if source.missing:
-        shown = "; ".join(source.missing[:3]) + ("; …" if len(source.missing) > 3 else "")
+        more = len(source.missing) - _SHOWN_GAPS
+        shown = "; ".join([*map(str, source.missing[:_SHOWN_GAPS]), *([f"{count(more, 'gap')} more below"] if more > 0 else [])])
         found.append(Remark(f"Not every session is measured: {shown}. Comparisons use shared sessions only."))
+    found += half_remarks(source.halves, source.run.torn, NOUNS["sessions"], source.ids)
     if source.run.problems:
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
     return found + [Remark(f"{note}.") for note in source.notes]
@@ -147,8 +197,8 @@ def subject(source: SessionSource) -> str:
 
 
 def answer(source: SessionSource) -> str:
-    """Which scans agree most with exact top-k at each k, and which separate from the baseline."""
-    parts = []
+    """Which scans agree most with exact top-k at each k, and which separate from the baseline; what is missing to say so, first."""
+    parts = [absent] if (absent := source.absent()) else []
     for k in source.k_values:
         scans = [cell for cell in source.cells if cell.k == k and cell.method.role is Role.SCAN and cell.agreement is not None]
         if not scans or k is None:

@@ -13,8 +13,22 @@ import pandas as pd
 from fathom_eval.console import printable
 from fathom_eval.reports.canvas import Style
 from fathom_eval.reports.cells import Comparison
-from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels
-from fathom_eval.reports.document import Block, Column, Drawing, Entry, Fact, Item, Measure, Row, Section, Table, difference, entry
+from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels, how_to_read
+from fathom_eval.reports.document import (
+    Block,
+    Column,
+    Drawing,
+    Entry,
+    Fact,
+    Item,
+    Measure,
+    Row,
+    Section,
+    Table,
+    difference,
+    entry,
+    explained,
+)
 from fathom_eval.reports.facts import devices_of, provenance_of, starts_of
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.session_cells import Role, SessionCell
@@ -37,6 +51,11 @@ STEP_COLUMNS = (
 )
 # fmt: on
 _MAX_FAILURES = 200
+READING = how_to_read(
+    "higher",
+    "the agent's step is closer to the one of exact top-k",
+    "The dashed line is exact top-k itself, the solid one dense attention.",
+)
 
 
 def session_section(source: SessionSource, anchor: str, styles: dict[str, Style]) -> Section:
@@ -47,14 +66,15 @@ def session_section(source: SessionSource, anchor: str, styles: dict[str, Style]
         title = "dense attention" if k is None else f"k = {k:,}"
         items: list[Item] = [_agreement(source, k, cells), *_figure(source, k, cells, styles), *_pairs(source, k, cells)]
         blocks.append(Block(f"{anchor}-k{k}", title, items))
+    blocks = explained(blocks, READING)
     failures = _failures(source)
     if failures is not None:
         blocks.append(Block(f"{anchor}-failures", "Failed steps", [failures]))
     steps = session_steps(source, f"{anchor}-steps")
     if steps is not None:
         text = (
-            "Each method's step beside that of exact top-k at the same k. Words that the other lacks are marked and underlined, the first "
-            "of them framed. Steps are shown as text: nothing in them acts on this page."
+            "Each method's step beside that of exact top-k at the same k. Words that the other lacks are underlined, with a solid line on "
+            "the left and a dashed one on the right, the first of them framed. Steps are shown as text: nothing in them acts on this page."
         )
         blocks.append(Block(f"{anchor}-steps", "Steps", [steps], text))
     return Section(
@@ -129,18 +149,18 @@ def _interval(found: Comparison | None) -> str:
 
 def _origin(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) -> str:
     length = f"{source.tokens} tokens" if source.tokens else ""
-    sessions = spread([cell.sessions for cell in cells if cell.sessions])
+    sessions = spread([cell.sessions for cell in cells if cell.sessions], "session")
     at = "" if k is None else f"k = {k:,}"
     devices = ", ".join(devices_of(source.run.manifest))
-    return " · ".join(part for part in (f"run {source.name}", source.model, length, at, devices, f"{sessions} sessions") if part)
+    return " · ".join(part for part in (f"run {source.name}", source.model, length, at, devices, sessions) if part)
 
 
 def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) -> Table:
     columns = (
         Column("method"),
-        Column("bits"),
         Column("agreement with exact top-k"),
         Column(f"minus {source.baseline or 'baseline'}", "wins / ties / losses"),
+        Column("bits"),
         *map(Column, ("exact match", "first difference", "with dense", "with recorded", "valid calls", "rows", "sessions")),
     )
     rows = []
@@ -153,9 +173,9 @@ def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell
         role = cell.method.role
         entries = (
             Entry(cell.method.label, small=() if role is Role.SCAN or role.value == cell.method.label else (role.value,)),
-            entry(cell.bits, 1) if cell.bits is not None else Entry(),
             entry(cell.agreement, 3, error=cell.standard_error, mark=sign, style={"▼": "below", "▲": "above"}.get(sign, "")),
             against,
+            entry(cell.bits, 1) if cell.bits is not None else Entry(),
             entry(cell.exact_match, 2),
             entry(cell.first_divergence, 0),
             entry(cell.agreement_dense),
@@ -166,7 +186,8 @@ def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell
         )
         rows.append(Row(entries, control=role is not Role.SCAN))
     title = "Agreement" + ("" if k is None else f" at k = {k:,}")
-    return Table(f"agreement-k{k}", title, _origin(source, k, cells), columns, tuple(rows), LEGEND)
+    where, caution = _origin(source, k, cells), source.absent(k)
+    return Table(f"agreement-k{k}", title, where, columns, tuple(rows), LEGEND, caution=caution)
 
 
 def _figure(source: SessionSource, k: int | None, cells: Sequence[SessionCell], styles: dict[str, Style]) -> list[Drawing]:

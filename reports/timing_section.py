@@ -14,6 +14,7 @@ import pandas as pd
 
 from fathom_eval.console import printable
 from fathom_eval.errors import UserError
+from fathom_eval.reports.absent import adding
 from fathom_eval.reports.canvas import Style, slug
 from fathom_eval.reports.curves import Panel, Point, draw_panels
 from fathom_eval.reports.document import Block, Column, Entry, Fact, Item, Measure, Row, Section, Table, entry
@@ -24,11 +25,17 @@ from fathom_eval.reports.kernel_tables import kernel_answer, kernel_blocks, time
 from fathom_eval.reports.loading import Loaded, Records
 from fathom_eval.reports.step_ratios import method_of, overlaps, quotient, ratio_table, reference_of, time_of, value
 from fathom_eval.reports.tables import results_csv
-from fathom_eval.reports.wording import Remark, count, join, number, significant
+from fathom_eval.reports.wording import Remark, count, join, number, significant, spread
 
 _MB = 1e6
-Place = tuple[str, int, int, int, int]
-"""Where the index lies, batch, k, sessions side by side, lanes."""
+OVERLAP = (
+    "kernels ran side by side: while one lane scans, another fetches rows or attends, so each component has the time of its own kernels, "
+    "their sum is more than the step's GPU time, and no component says how much shorter the step would be without it"
+)
+Place = tuple[str, int, int, int, int, int, str]
+"""Where the index lies, batch, k, sessions side by side, lanes, KV heads of the last lane (0: as the others), who brings the rows."""
+
+_ROWS = {"cpu": ", rows gathered by the CPU", "both": ", rows gathered by the CPU but for the last lane"}
 
 
 @dataclass(frozen=True)
@@ -110,14 +117,24 @@ def place_of(step: Mapping[str, Any]) -> Place:
     """Where the index of a step lies, its batch and k."""
     index = printable(step.get("index") or "unknown")
     batch, sessions, lanes = (int(value(step, name) or 1) for name in ("batch", "sessions", "lanes"))
-    return index, batch, int(value(step, "k") or 0), sessions, lanes
+    return (
+        index,
+        batch,
+        int(value(step, "k") or 0),
+        sessions,
+        lanes,
+        int(value(step, "last_lane") or 0),
+        printable(step.get("rows_by") or "gpu"),
+    )
 
 
 def _words(place: Place) -> str:
-    index, batch, k, sessions, lanes = place
+    index, batch, k, sessions, lanes, last, rows = place
     where = {"host": "index in host memory", "hbm": "index in HBM"}.get(index, f"index: {index}")
     more = f", {sessions} sessions side by side" if sessions > 1 else ""
     more += f", {lanes} lanes" if lanes > 1 else ""
+    more += f", the last of {count(last, 'KV head')}" if last else ""
+    more += _ROWS.get(rows, "")
     return f"{where}, batch {batch}, k = {k:,}{more}"
 
 
@@ -135,14 +152,17 @@ def _origin(source: TimingSource, words: str = "") -> str:
 
 def _block(source: TimingSource, anchor: str, number_: int, place: Place, styles: dict[str, Style]) -> Block:
     steps = _here(source, place)
-    where = _origin(source, _words(place))
+    turns = spread([int(amount) for step in steps if (amount := value(step, "repeats"))], "timed turn")
+    contexts = spread([step["context"] for step in steps], "token")
+    where = _origin(source, " · ".join(part for part in (_words(place), contexts, turns) if part))
     more = "".join(f"-{letter}{amount}" for letter, amount in (("s", place[3]), ("l", place[4])) if amount > 1)
+    more += f"-h{place[5]}" * bool(place[5]) + f"-{place[6]}" * (place[6] in _ROWS)
     stem = slug(f"{place[0]}-b{place[1]}-k{place[2]}{more}", set())
     items: list[Item] = []
     curve = _curve(stem, place, steps, where, styles)
     bars = _bars(stem, steps, where)
     items += [drawing for drawing in (curve, bars) if drawing is not None]
-    items += [_step_table(stem, place, steps, where), _parts_table(stem, steps, where)]
+    items += [_step_table(source, stem, place, steps, where), _parts_table(stem, steps, where)]
     return Block(f"{anchor}-step-{number_}", f"Decode step, {_words(place)}", items)
 
 
@@ -195,7 +215,7 @@ def _void_reason(step: Mapping[str, Any]) -> str:
     return printable(reason) if reason else ""
 
 
-def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
+def _step_table(source: TimingSource, stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
     titles = (
         "context",
         "GPU ms",
@@ -215,13 +235,13 @@ def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], whe
         reference = reference_of([one for one in _valid(steps) if one["context"] == step["context"]])
         gpu, base = value(step, "gpu_ms"), time_of(reference) if reference else None
         low, high = value(step, "wall_ms_p10"), value(step, "wall_ms_p90")
-        spread = (f"{significant(low)}–{significant(high)}",) if low is not None and high is not None else ()
+        percentiles = (f"{significant(low)}–{significant(high)}",) if low is not None and high is not None else ()
         megabytes = [None if (found := value(step, name)) is None else found / _MB for name in ("link_bytes", "rows_bytes")]
         entries = (
             Entry(method_of(step)),
             Entry(f"{step['context']:,}", step["context"]),
             entry(gpu, None),
-            entry(value(step, "wall_ms"), None, small=spread),
+            entry(value(step, "wall_ms"), None, small=percentiles),
             entry(value(step, "floor_ms"), None),
             entry(quotient(step, "gpu_ms", "floor_ms"), 2),
             entry((time_of(step) or 0.0) / base if base else None, 2),
@@ -236,7 +256,14 @@ def _step_table(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], whe
     links = sorted({number(rate, 1) for step in steps if (rate := value(step, "link_gb_s")) is not None})
     legend += f"; copy rate of the link {join(links)} GB/s" if links else ""
     legend += "; synthetic K/V" if all(step.get("synthetic") for step in steps) else ""
-    return Table(f"steps-{stem}", f"Decode step, {_words(place)}", where, columns, tuple(rows), legend)
+    without = [context for context in {step["context"] for step in _valid(steps)} if _alone(steps, context)]
+    caution = _absent(source, place, max(without)) if without else ""
+    return Table(f"steps-{stem}", f"Decode step, {_words(place)}", where, columns, tuple(rows), legend, caution=caution)
+
+
+def _alone(steps: Sequence[Mapping[str, Any]], context: int) -> bool:
+    """Whether the steps of a context have no read of Fathom to be set against."""
+    return reference_of([step for step in _valid(steps) if step["context"] == context]) is None
 
 
 def _aliased(step: Mapping[str, Any]) -> float:
@@ -261,12 +288,13 @@ def _notes(step: Mapping[str, Any], *, synthetic: bool) -> list[str]:
 def _parts_table(stem: str, steps: Sequence[Mapping[str, Any]], where: str) -> Table:
     names = list(dict.fromkeys(name for step in steps if isinstance(step.get("parts_ms"), Mapping) for name in step["parts_ms"]))
     columns = (Column("method"), Column("context"), *(Column(printable(name), "ms") for name in names), Column("sum", "ms"))
-    legend = "kernels ran side by side: their sum is more than the step's GPU time" if any(overlaps(step) for step in steps) else ""
+    legend = OVERLAP if any(overlaps(step) for step in steps) else ""
     rows = []
     for step in steps:
         if isinstance(step.get("parts_ms"), Mapping):
             parts = [value(step["parts_ms"], name) for name in names]
-            total = sum(part for part in parts if part is not None)
+            # Not sum(): that rounds in another way from Python 3.12 on.
+            total = math.fsum(part for part in parts if part is not None)
             cells = (*(entry(part, None) for part in parts), entry(total, None))
             rows.append(Row((Entry(method_of(step)), Entry(f"{step['context']:,}", step["context"]), *cells)))
     return Table(f"parts-{stem}", "GPU milliseconds by component", where, columns, tuple(rows), legend, collapsed=True)
@@ -292,6 +320,7 @@ def _answer(source: TimingSource) -> str:
         here = [step for step in steps if step["context"] == context]
         reference = reference_of(here)
         if reference is None:
+            parts.append(_absent(source, place, context))
             continue
         base, own = time_of(reference) or math.nan, quotient(reference, "gpu_ms", "floor_ms")
         clock = "GPU time" if value(reference, "gpu_ms") is not None else "wall-clock time, without a GPU"
@@ -301,6 +330,12 @@ def _answer(source: TimingSource) -> str:
         own_time = f"{method_of(reference)} takes {significant(base)} ms of {clock}{floor}"
         parts.append(f"With the {_words(place)}, at {context:,} tokens: {own_time}.{compared}")
     return " ".join(parts)
+
+
+def _absent(source: TimingSource, place: Place, context: int) -> str:
+    """What a setting without a read of Fathom cannot tell, and the command that adds it."""
+    lost = f"With the {_words(place)}, at {context:,} tokens: Fathom's read, which the others are set against, is missing."
+    return f"{lost} {adding('bench step', source.name, 'fathom:budget=48')}"
 
 
 def _remarks(source: TimingSource) -> list[Remark]:
@@ -335,10 +370,10 @@ def _facts(source: TimingSource) -> list[Fact]:
     found: list[Fact] = []
     by_quantity: dict[str, str] = defaultdict(str, gpu_ms="gpu_ms", wall_ms="wall_ms")
     for step in _valid(source.steps):
-        index, batch, k, sessions, lanes = place_of(step)
+        index, batch, k, sessions, lanes, _, rows = place_of(step)
         for name, quantity in by_quantity.items():
             amount = value(step, name)
-            if amount is not None and batch == sessions == lanes == 1:
+            if amount is not None and batch == sessions == lanes == 1 and rows == "gpu":
                 found.append(Fact(quantity, "", method_of(step), step["context"], k, amount, None, index))
     return found
 

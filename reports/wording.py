@@ -54,6 +54,9 @@ def join(items: Sequence[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + (f" and {items[-1]}" if items else "")
 
 
-def spread(values: Sequence[int]) -> str:
-    """``24``, or ``12 to 24`` where they differ."""
-    return "" if not values else f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
+def spread(values: Sequence[int], noun: str) -> str:
+    """``1 window``, ``24 windows``, or ``12 to 24 windows`` where they differ; empty without values."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return count(low, noun) if low == high else f"{low:,} to {count(high, noun)}"

@@ -46,6 +46,18 @@ def table_csv(table: Table) -> str:
     return text.getvalue()
 
 
+def missing_csv(document: Document) -> str:
+    """What every run lacks, the worst first; numbers of the missing samples in the last column."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("run", "method", "methods", "task", "context", "k", "present", "expected", "missing", "missing_samples"))
+    for section in document.sections:
+        for gap in section.missing:
+            place = (gap.task, gap.context, gap.k, gap.present, gap.expected, len(gap.missing), " ".join(map(str, gap.missing)))
+            writer.writerow([csv_safe(one) if isinstance(one, str) else one for one in (section.name, gap.label, gap.methods, *place)])
+    return text.getvalue()
+
+
 def _csv_value(entry: Entry) -> object:
     if entry.value is None:
         return csv_safe("" if entry.text == "–" else entry.text)
@@ -62,11 +74,11 @@ def markdown(document: Document) -> str:
         for block in section.blocks:
             lines += _markdown_block(block.title, block.text, [item for item in block.items if isinstance(item, Table)])
         if section.missing:
-            lines += ["", "### What is missing", "", *(f"- {markdown_safe(gap)}" for gap in section.missing)]
+            lines += ["", "### What is missing", "", *(f"- {markdown_safe(str(gap))}" for gap in section.missing)]
     for block in document.shared:
         lines += ["", f"## {markdown_safe(block.title)}", "", markdown_safe(block.text)]
         for table in (item for item in block.items if isinstance(item, Table)):
-            lines += ["", f"#### {markdown_safe(table.title)}", "", *markdown_table(table), "", markdown_safe(_below(table))]
+            lines += ["", f"#### {markdown_safe(table.title)}", *_markdown_table(table)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).rstrip()) + "\n"
 
 
@@ -76,8 +88,14 @@ def _markdown_block(title: str, text: str, tables: Sequence[Table]) -> list[str]
     lines = ["", f"### {markdown_safe(title)}", "", markdown_safe(text)]
     for index, table in enumerate(tables):
         lines += ["", f"#### {markdown_safe(table.title)}"] if index or table.collapsed else []
-        lines += ["", *markdown_table(table), "", markdown_safe(_below(table))]
+        lines += _markdown_table(table)
     return lines
+
+
+def _markdown_table(table: Table) -> list[str]:
+    """The table between what must be known before it and where its numbers come from."""
+    caution = ["", f"**Warning:** {markdown_safe(table.caution)}"] if table.caution else []
+    return [*caution, "", *markdown_table(table), "", markdown_safe(_below(table))]
 
 
 def _below(table: Table) -> str:
@@ -114,11 +132,18 @@ def latex(document: Document) -> str:
 def latex_table(table: Table) -> str:
     """One table; ``longtable``, since it may not fit a page."""
     columns = "".join("l" if column.text or index == 0 else "r" for index, column in enumerate(table.columns))
-    header = " & ".join(latex_safe(_heading(column.title, column.small)) for column in table.columns)
-    lines = [f"\\begin{{longtable}}{{{columns}}}", f"\\caption{{{latex_safe(f'{table.title}. {table.origin}.')}}}"]
+    header = _latex_row([_heading(column.title, column.small) for column in table.columns])
+    caption = " ".join(part for part in (f"{table.title}. {table.origin}.", table.caution) if part)
+    lines = [f"\\begin{{longtable}}{{{columns}}}", f"\\caption{{{latex_safe(caption)}}}"]
     lines += [f"\\label{{tab:{re.sub(r'[^A-Za-z0-9-]', '-', table.name)}}}\\\\", "\\toprule", f"{header} \\\\", "\\midrule", "\\endhead"]
-    lines += [" & ".join(latex_safe(entry.text) for entry in row.entries) + " \\\\" for row in table.rows]
+    lines += [_latex_row([entry.text for entry in row.entries]) + " \\\\" for row in table.rows]
     return "\n".join([*lines, "\\bottomrule", "\\end{longtable}"])
+
+
+def _latex_row(texts: Sequence[str]) -> str:
+    row = " & ".join(map(latex_safe, texts)).lstrip()
+    # After the end of a row or a rule, LaTeX takes a bracket for the space to leave and a star for a page that must not break.
+    return f"{{{row[0]}}}{row[1:]}" if row.startswith(("[", "*")) else row
 
 
 def latex_safe(text: object) -> str:

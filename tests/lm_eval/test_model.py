@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -334,6 +335,71 @@ def test_the_command_line_has_the_tasks_of_this_package() -> None:
     assert with_include_path(["--tasks", "x"]) == ["--tasks", "x", *ours]
     for untouched in (["--help"], ["run"], ["ls", "tasks"], ["run", "--include_path", "y"], ["--tasks", "x", "--include_path=y"]):
         assert with_include_path(untouched) == untouched
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("fathom_ruler_niah_singel", "unknown task 'fathom_ruler_niah_singel' in --tasks; did you mean 'fathom_ruler_niah_single'?"),
+        ("mytsk,fathom_ruler_vt", "unknown task 'mytsk' in --tasks; did you mean 'mytask'?"),
+        ("qqq,zzzz", "unknown tasks 'qqq', 'zzzz' in --tasks; 'lm_eval ls tasks' and 'lm_eval ls groups' list them"),
+    ],
+)
+def test_an_unknown_task_is_one_clear_line(
+    names: str, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def only_this_folder(include_path: Any = None, metadata: Any = None, **_: Any) -> TaskManager:
+        return TaskManager(include_path=include_path, include_defaults=False, metadata=metadata)
+
+    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_this_folder)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    folder = PATH
+    if names.startswith("mytsk"):
+        folder = tmp_path / "tasks"
+        shutil.copytree(PATH, folder)
+        (folder / "mine.yaml").write_text("task: mytask\ndataset_path: nothing\n", encoding="utf-8")
+    given = ["--model", "fathom", "--model_args", f"pretrained={model},method=dense", "--include_path", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "run", *given, "--tasks", names])
+    assert main() == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {message}"
+
+
+def test_other_errors_of_lm_eval_stay_its_own() -> None:
+    assert compat.unknown_tasks(ValueError("Tasks not found: a, b")) == ["a", "b"]
+    assert compat.unknown_tasks(ValueError("Tasks not found: a. Try `lm-eval --tasks {list_groups}` to list them")) == ["a"]
+    assert compat.unknown_tasks(ValueError("tasks cannot be empty")) == []
+
+
+def test_the_documented_task_manager_gives_the_tasks_their_metadata(
+    loaded: LoadedModel, model: Path, haystack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of docs/lm-eval.md, with the tiny model and text in place of what has to be fetched."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "lm-eval.md"
+    if not page.is_file():
+        pytest.skip("needs the repository")
+    snippets = [part.split("```")[0] for part in page.read_text(encoding="utf-8").split("```python\n")[1:]]
+    [snippet] = [one for one in snippets if "TaskManager" in one]
+    for written, instead in (
+        ('FathomLM("smollm2", "fathom", k=128, budget=48)', 'FathomLM(LOADED, "fathom", k=64, budget=24)'),
+        ('"max_seq_lengths": [1024], "haystack": "python-docs", "tokenizer": "smollm2"', "**METADATA"),
+        ("limit=4", "limit=1"),
+    ):
+        assert snippet.count(written) == 1, written
+        snippet = snippet.replace(written, instead)
+    asked: list[dict[str, Any]] = []
+
+    def only_this_folder(**given: Any) -> TaskManager:
+        asked.append(given)
+        return TaskManager(include_defaults=False, **given)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_this_folder)
+    metadata = {"max_seq_lengths": [700], "haystack": haystack, "tokenizer": str(model)}
+    names: dict[str, Any] = {"LOADED": loaded, "METADATA": metadata}
+    exec(compile(snippet, str(page), "exec"), names)
+    assert asked == [{"include_path": str(PATH), "metadata": metadata}]
+    [row] = names["results"]["results"].values()
+    assert 0 <= row["hit_rate_700,none"] <= 1
 
 
 @pytest.mark.slow

@@ -88,6 +88,31 @@ def _luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_that_differ_are_told_by_lines_that_can_be_seen(chromium: Browser, page: Path, dark: bool) -> None:
+    chromium.view(1200, dark=dark)
+    chromium.open(page, "run-3-steps-0-0-2")
+    chromium.wait("document.querySelectorAll('.pair pre').length === 2")
+    facts = (
+        "Array.from(document.querySelectorAll('.pair mark.first'), (mark) => { const s = getComputedStyle(mark);"
+        " return [s.textDecorationLine, s.textDecorationStyle, s.textDecorationColor, s.color, s.backgroundColor,"
+        " parseFloat(s.textDecorationThickness)]; })"
+    )
+    left, right = chromium.evaluate(facts)
+    # Two kinds of line, so that nobody has to see a colour to tell the sides apart.
+    assert (left[:2], right[:2]) == (["underline", "solid"], ["underline", "dashed"])
+    for _, _, line, text, ground, thickness in (left, right):
+        assert contrast(line, ground) >= 4.5
+        assert contrast(text, ground) >= 7
+        assert thickness >= 1.5
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of WCAG between two colours."""
+    a, b = _luminance(one), _luminance(other)
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
+
+
 def test_tables_sort_by_keyboard_and_say_so(chromium: Browser, page: Path) -> None:
     chromium.view(1200)
     chromium.open(page)

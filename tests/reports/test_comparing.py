@@ -104,9 +104,20 @@ def test_an_interrupted_run_says_what_is_missing(make_records: MakeRecords, tmp_
 def test_gaps_need_a_plan_that_says_enough() -> None:
     assert planned({"methods": ["dense"], "k": [1]}, "ruler", ()) == {}
     asked = planned({"methods": ["dense", "a"], "k": [64], "sessions": 3}, "sessions", [9000])
-    assert asked == {("session", 9000, None, "dense"): 3, ("session", 9000, 64, "a"): 3}
-    assert gaps(asked, {("session", 9000, None, "dense"): 3, ("session", 9000, 64, "a"): 1}, "sessions") == [
-        "a on session at 9,000 tokens, k = 64: 1 of 3 sessions"
+    dense, scan = ("", 9000, None, "dense"), ("", 9000, 64, "a")
+    assert asked == {dense: {0, 1, 2}, scan: {0, 1, 2}}
+    [gap] = gaps(asked, {dense: {0, 1, 2}, scan: {1}}, "session")
+    assert str(gap) == "a at 9,000 tokens, k = 64: 1 of 3 sessions, without 0 and 2"
+
+
+def test_the_largest_gaps_come_first() -> None:
+    asked = {("vt", 2048, 64, label): set(range(4)) for label in "abc"} | {("vt", 4096, 64, label): set(range(4)) for label in "ab"}
+    present = {("vt", 2048, 64, "a"): {0, 1, 2}, ("vt", 2048, 64, "b"): {0}, ("vt", 2048, 64, "c"): {0, 1, 2, 3}}
+    found = gaps(asked, present, "sample")
+    assert [(gap.label, gap.context, gap.present, gap.missing) for gap in found] == [
+        ("every method", 4096, 0, (0, 1, 2, 3)),
+        ("b", 2048, 1, (1, 2, 3)),
+        ("a", 2048, 3, (3,)),
     ]
 
 

@@ -88,6 +88,17 @@ def test_a_page_with_both_errors_their_intervals_and_the_bits_at_equal_error(tmp
     assert len(data(files, "pairs.csv")) == 2 * 2 * 13 * 12 // 2
 
 
+def test_a_single_window_of_a_file_is_named_as_such(tmp_path: Path) -> None:
+    text = {"name": "file", "origin": "some/where/wiki.test.raw"}
+    run = write_run(tmp_path / "error", fidelity_records(ks=(64,), windows=1), kind="fidelity", haystack=text)
+    files = build_report([run], tmp_path / "out")
+    words = read_page(files).words
+    assert "of 1 window of wiki.test.raw." in words
+    assert "a CPU · 1 window · " in words
+    for file in (files.html, files.markdown, files.latex, *(path for path in files.figures if path.suffix == ".svg")):
+        assert "1 windows" not in file.read_text(encoding="utf-8")
+
+
 def test_ablations_set_neighbouring_values_of_one_option_side_by_side(tmp_path: Path) -> None:
     run = write_run(tmp_path / "error", fidelity_records(ks=(64,)), kind="fidelity")
     files = build_report([run], tmp_path / "out")

@@ -6,6 +6,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ import pytest
 from fathom_eval.cli import main
 from fathom_eval.errors import UserError
 from fathom_eval.reports import build_report, summary_table
+from fathom_eval.reports.build import build_document
+from fathom_eval.reports.loading import load_runs
 from fathom_eval.run import MANIFEST, RECORDS, Run
+from tests.reports.made_records import fidelity_records, step_records, timing_records
+from tests.reports.made_records import write_run as write_plain_run
 from tests.reports.pages import data, every_file, read_page, rows_of, table
 
 Records = list[dict[str, Any]]
@@ -101,6 +106,63 @@ def test_page_says_what_was_compared_and_what_separates(make_records: MakeRecord
     assert "python-docs" not in text
     for fact in ("identity.data_sha256", "versions.torch", "2.13.0", "settings.haystack", "What the columns mean"):
         assert fact in text
+
+
+def test_the_answer_stands_first_in_a_table_and_figures_say_how_they_are_read(
+    make_records: MakeRecords, write_run: WriteRun, tmp_path: Path
+) -> None:
+    files = build_report([write_run(make_records(ks=(64, 128), samples=6))], tmp_path / "out")
+    [first, *_] = table(files, "scores-2048-k64")
+    assert [name for name in first if not name.endswith(("error", "low", "high"))] == [
+        "method", "all tasks", "minus exact top-k", "bits", "niah_single", "niah_multikey", "vt",
+    ]  # fmt: skip
+    page = read_page(files)
+    # Once, straight before the first figure, in words that need no other page.
+    assert page.source.count('class="reading"') == 1
+    assert page.source.index('class="reading"') < page.source.index("<figure") < page.source.index("More on the terms") + 2000
+    for words in ("Further left is cheaper", "Higher is better: more of what was hidden in the text is found", "on the Pareto front"):
+        assert words in page.words
+    one = build_report([write_run(make_records(tasks=("vt",), samples=6), name="one")], tmp_path / "one")
+    assert list(table(one, "scores-2048-k128")[0])[:2] == ["method", "vt"]
+
+
+def test_every_table_and_figure_names_run_model_context_k_device_and_samples(make_records: MakeRecords, tmp_path: Path) -> None:
+    steps = [
+        {**one, "model": "smollm2", "repeats": 5, "task": "x", "sample": 0, "options": {}, "method_version": 1} for one in timing_records()
+    ]
+    kinds = {
+        "tasks": (make_records(tasks=("vt", "fwe"), contexts=(2048, 4096), samples=6), "ruler", "6 samples"),
+        "errors": (fidelity_records(windows=6), "fidelity", "6 windows"),
+        "agents": (step_records(), "sessions", "8 sessions"),
+        "steps": (steps, "bench", "5 timed turns"),
+    }
+    for name, (records, kind, samples) in kinds.items():
+        run = write_plain_run(tmp_path / name, records, kind=kind, settings={"session_tokens": "6000:7500"})
+        with ExitStack() as stack:
+            loaded, _ = load_runs([run], stack)
+            document, _ = build_document(loaded, [])
+        items = [*document.tables, *document.drawings]
+        assert len(items) >= 3
+        for item in items:
+            text = f"{item.title} {item.origin}"
+            device = "NVIDIA H200" if name == "steps" else "a CPU"
+            summary = item.name in ("paper", "step-ratios") or item.name.startswith("ablation")
+            for fact in (f"run {name}", "smollm2", device, *(() if summary else ("k = ", " tokens", samples))):
+                assert fact in text, (name, item.name, fact, text)
+
+
+def test_the_heat_map_shows_what_was_found_at_each_depth(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
+    records = make_records(tasks=("niah_single",), contexts=(2048, 4096), samples=8)
+    for record in records:
+        # Only what stands in the first half of the shorter context is found.
+        depth = (record["sample"] + 0.5) / 8
+        record["depths"], record["hits"] = [depth], [depth < 0.5 and record["context"] == 2048]
+    files = build_report([write_run(records)], tmp_path / "out")
+    [row] = [row for row in table(files, "depth-k128") if row["method"] == "sparq r=8"]
+    found = {name: row[name] for name in row if name != "method"}
+    assert list(found.values()) == ["1.0", "1.0", "0.5", "0.0", "0.0", *["0.0"] * 5]
+    [figure] = [path.read_text(encoding="utf-8") for path in files.figures if path.name == "depth-k128.svg"]
+    assert "<title>sparq r=8, 2,048 tokens, depth 0.4–0.6: 1 of 2 gold strings</title>" in figure
 
 
 def test_python_docs_haystack_is_said_aloud(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fathom_eval.errors import UserError
+from fathom_eval.offload.bench.timing import PARTS
 from fathom_eval.reports import build_report
 from tests.reports.made_records import timing_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
@@ -64,7 +65,10 @@ def test_the_paper_stands_beside_as_other_model_or_other_hardware(tmp_path: Path
     assert (own["paper"], own["table"], own["match"]) == ("177.0", "2", "other hardware")
     assert rows["channels 32", "131,072 tokens, k = 512", "GPU ms host"]["paper"] == "73.0"
     files = build_report([lines(tmp_path / "unnamed.jsonl", timing_records(indexes=("host",)))], tmp_path / "out")
-    assert {row["match"] for row in table(files, "paper")} == {"other model"}
+    assert {row["match"] for row in table(files, "paper")} == {
+        "other model, other hardware",
+        "other model, other context, other hardware",
+    }
 
 
 def test_kernel_records_that_are_published(tmp_path: Path) -> None:
@@ -132,7 +136,16 @@ def test_kernels_that_ran_side_by_side_are_not_summed_to_a_step(tmp_path: Path) 
     steps = [{**record, "lanes": 2, "gpu_sum_ms": 1.2 * record["gpu_ms"]} for record in timing_records((131072,), ("host",))]
     page = read_page(build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out"))
     assert "GPU ms of all kernels; of those side by side, each" in page.text
-    assert "their sum is more than the step's GPU time" in page.words
+    assert "their sum is more than the step's GPU time, and no component says how much shorter the step would be without it" in page.words
+
+
+def test_every_term_of_a_timing_table_is_explained(tmp_path: Path) -> None:
+    steps = [{**record, "lanes": 2, "gpu_sum_ms": 1.2 * record["gpu_ms"]} for record in timing_records((131072,), ("host",))]
+    terms = read_page(build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")).text.split("What the columns mean")[-1]
+    for term in ("lanes", "components that overlap", "floor ms", "× Fathom", "scan of link", "rows MB", "void", "layers share buffers"):
+        assert term in terms
+    for part in (*PARTS, "other"):
+        assert f"{part}:" in terms, "a component that the profiler names"
 
 
 @pytest.mark.parametrize("kind", ["link", "kernel"])

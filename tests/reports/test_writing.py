@@ -8,7 +8,7 @@ import io
 import pytest
 
 from fathom_eval.reports.document import Column, Entry, Row, Table, difference, entry
-from fathom_eval.reports.wording import significant
+from fathom_eval.reports.wording import significant, spread
 from fathom_eval.reports.writing import latex_safe, latex_table, markdown_table, table_csv
 
 TABLE = Table(
@@ -41,9 +41,23 @@ def test_markdown_and_latex_show_text_as_it_is() -> None:
     assert "\x1b" not in latex_safe("\x1b[31mred")
 
 
+@pytest.mark.parametrize(("first", "shown"), [("[a] b", "{[}a] b"), ("*x", "{*}x"), (" [c", "{[}c"), ("a [b]", "a [b]")])
+def test_no_cell_is_taken_for_an_argument_of_the_line_break_before_it(first: str, shown: str) -> None:
+    rows = (Row((Entry("before"), Entry("1"))), Row((Entry(first), Entry("[2]"))))
+    text = latex_table(Table("t", "T", "run a", (Column(first), Column("score")), rows))
+    assert f"\\toprule\n{shown} & score \\\\\n" in text
+    assert f"before & 1 \\\\\n{shown} & [2] \\\\\n" in text
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0000321, "0.0000321"), (0.05342, "0.0534"), (177.4, "177"), (1234.5, "1234"), (0.0, "0"), (None, "–"), (-0.25, "−0.250")],
 )
 def test_three_digits_that_count(value: float | None, text: str) -> None:
     assert significant(value) == text
+
+
+def test_one_is_not_many() -> None:
+    assert [spread(values, "window") for values in ([1], [1, 1], [3], [1, 3], [1200, 900], [])] == [
+        "1 window", "1 window", "3 windows", "1 to 3 windows", "900 to 1,200 windows", "",
+    ]  # fmt: skip
