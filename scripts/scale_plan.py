@@ -13,9 +13,7 @@ import argparse
 import json
 import math
 import sys
-import textwrap
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,15 @@ from fathom_eval.models import ModelFacts
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.scale import SHAPES, TWENTY
+from scripts import scale_measured
+from scripts.scale_measured import Cost, measured_costs
 from scripts.scale_records import SMALL, LockStep, Session, operations, prefill_rate, read_lock_step, read_sessions, step_factor
+from scripts.scale_tables import GIB, HOUR, gib, seconds_text, table, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "reports" / "published" / "scale-h200" / "measured.jsonl"
 KERNELS = ROOT / "reports" / "published" / "kernels-h200" / "bench.jsonl"
 QUERY_HEADS, HEAD_DIM = 32, 128
-_HOUR, _GIB = 3600, 2**30
 
 
 INTRODUCTION = """\
@@ -100,17 +100,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Seconds of one session of ``tokens`` tokens."""
-
-    prefill: Callable[[int], float]
-    stores: Callable[[int], float]
-    step: Callable[[int], float]
-    longest: int
-    """Most tokens measured; 0 where nothing was."""
-
-
-@dataclass(frozen=True)
 class Rates:
     """What turns operations and bytes into seconds.
 
@@ -125,20 +114,6 @@ class Rates:
     bytes_a_second: float
     step_factor: float = 1.0
     host_a_layer: float = 0.0
-
-
-def fit(points: Sequence[tuple[int, float]], powers: Sequence[int]) -> Callable[[int], float]:
-    """The sum of c·n^p over ``powers`` with c ≥ 0 that is nearest to the points, errors relative to each point."""
-    import numpy
-
-    kept = list(powers)
-    while True:
-        matrix = numpy.array([[(n**power) / seconds for power in kept] for n, seconds in points])
-        found = numpy.linalg.lstsq(matrix, numpy.ones(len(points)), rcond=None)[0]
-        if (found >= 0).all() or len(kept) == 1:
-            factors = dict(zip(kept, (max(float(factor), 0.0) for factor in found), strict=True))
-            return lambda n: sum(factor * n**power for power, factor in factors.items())
-        kept.pop(int(found.argmin()))
 
 
 def parameters_of(shape: dict[str, Any]) -> int:
@@ -166,24 +141,6 @@ def facts_of(name: str, tokens: int) -> ModelFacts:
         model_fingerprint="",
         tokenizer_fingerprint="",
     )
-
-
-def measured_costs(lines: Sequence[dict[str, Any]]) -> dict[str, Cost]:
-    """A cost of every model that was measured at two lengths or more."""
-    points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for line in lines:
-        if line["kind"] in ("prefill", "stores", "step"):
-            points[line["model"], line["kind"]].append((line["tokens"], max(line["seconds"], 1e-6)))
-    return {
-        name: Cost(
-            fit(points[name, "prefill"], (1, 2)),
-            fit(points[name, "stores"], (0, 1)),
-            fit(points[name, "step"], (0, 1)),
-            max(tokens for tokens, _ in points[name, "prefill"]),
-        )
-        for name in SHAPES
-        if len(points[name, "prefill"]) > 1
-    }
 
 
 def counted_cost(name: str, branches: Sequence[Branch], rates: Rates) -> Cost:
@@ -241,35 +198,6 @@ def seen(sessions: Sequence[Session], step: LockStep, rates: Rates) -> str:
     return "\n".join(line if line.startswith("|") else wrapped(line) for line in filled.splitlines())
 
 
-def wrapped(line: str) -> str:
-    """A paragraph or a point of a list in lines of at most 140 characters."""
-    return textwrap.fill(line, 140, subsequent_indent="  " if line.startswith("- ") else "")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, all columns but the first to the right."""
-    marks = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, marks, *rows))
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB."""
-    return f"{size / _GIB:,.1f}"
-
-
-def seconds_text(value: float) -> str:
-    """Seconds, minutes or hours."""
-    return (
-        f"{value:.2g} s"
-        if value < 10
-        else f"{value:.0f} s"
-        if value < 600
-        else f"{value / 60:.0f} min"
-        if value < 36000
-        else f"{value / _HOUR:,.0f} h"
-    )
-
-
 def gpus_a_copy(name: str, plan: Plan, branches: Sequence[Branch]) -> int:
     """How many GPUs weights and session of a model take."""
     estimate = estimate_memory(facts_of(name, plan.tokens), branches, plan.tokens, plan.new_tokens, len(branches))
@@ -281,7 +209,7 @@ def gpu_hours(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch]) ->
     hours = 0.0
     for name, cost in costs.items():
         session = cost.prefill(plan.tokens) + cost.stores(plan.tokens) + plan.new_tokens * cost.step(plan.tokens)
-        hours += plan.sessions * session * gpus_a_copy(name, plan, branches) / _HOUR
+        hours += plan.sessions * session * gpus_a_copy(name, plan, branches) / HOUR
     return hours
 
 
@@ -326,7 +254,7 @@ def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source:
         f"The run: {plan.sessions} sessions of {plan.tokens:,} tokens, {count} methods at k = {plan.k:,}, {plan.new_tokens} new tokens\n"
         f"each, {len(costs)} models in bfloat16, {plan.gpus} GPUs of {gib(plan.gpu_bytes)} GiB."
     )
-    total = f"**In all: {gpu_seconds / _HOUR:,.0f} GPU hours, {wall_seconds / _HOUR:,.0f} hours on {plan.gpus} GPUs.**"
+    total = f"**In all: {gpu_seconds / HOUR:,.0f} GPU hours, {wall_seconds / HOUR:,.0f} hours on {plan.gpus} GPUs.**"
     memory_head = ["model", "weights", "prefix", "stores", "tails", "work space", "in all", "GPUs a copy"]
     time_head = ["model", "prefill", "stores", "decoding", "one session", "separate", "GPU time of all"]
     growth_head = ["model", "tokens", "prefill", "stores", "one step", "prefix GiB", "stores GiB"]
@@ -363,14 +291,15 @@ def main() -> int:
     specs = parse_methods(TWENTY)
     k = 2048
     branches = [Branch(spec, None if spec.method.name == "dense" else k) for spec in specs]
-    gpu_bytes = int(args.gpu_gib * _GIB)
+    gpu_bytes = int(args.gpu_gib * GIB)
     costs: dict[str, Cost] = {}
+    evidence = None
     if args.measured.exists():
         lines = [json.loads(line) for line in args.measured.read_text(encoding="utf-8").splitlines()]
         device = next(line for line in lines if line["kind"] == "device")
         costs, gpu_bytes = measured_costs(lines), device["memory_bytes"] or gpu_bytes
         source = f"Times come from `{args.measured.name}` of `benchmarks/scale.py` on one {device['name']}, torch {device['torch']}."
-    evidence = None
+        evidence = scale_measured.seen(lines)
     plan = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, gpu_bytes)
     if not costs:
         kernels = [json.loads(line) for line in KERNELS.read_text(encoding="utf-8").splitlines()]
@@ -380,7 +309,6 @@ def main() -> int:
         costs = {name: counted_cost(name, branches, rates) for name in SHAPES}
         least = {name: counted_cost(name, branches, Rates(args.tflops * 1e12, rate)) for name in SHAPES}
         evidence = seen(sessions, step, rates)
-        lengths = sorted(one.tokens for one in sessions)
         lengths = sorted(one.tokens for one in sessions)
         source = (
             f"**Times are extrapolated** from measurements of a small model at {lengths[0]:,} to {lengths[-1]:,} tokens (below) to these "

@@ -216,7 +216,7 @@ def test_hub_offline() -> None:
 
 
 def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     def load_dataset(name: str, *, revision: str | None, streaming: bool) -> dict[str, Any]:
         assert (name, revision, streaming) == ("owner/set", "v1", True)

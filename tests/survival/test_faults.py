@@ -295,6 +295,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The hub's clients think they are online, and no answer ever comes."""
     from huggingface_hub.utils import get_session
 
+    pytest.importorskip("datasets")
     never = threading.Event()
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, False)

@@ -11,46 +11,63 @@ import pytest
 
 from tests.sessions.rows import chat_messages, rebench_row
 
-# Peak memory of a process of its own: that of the session may be anything.
+# Peak memory of a process of its own, since its start: what getrusage gives includes the peak of the one that started it.
+PEAK = """
+import sys
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+"""
 READ = """
-import resource, sys
 from fathom_eval.sessions.reading import read_trajectories
 from fathom_eval.sessions.report import ReadReport
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 count = sum(1 for _ in read_trajectories(sys.argv[1], ReadReport()))
-print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print(count, (peak() - before) // 1024)
 """
 RECORDS = """
-import resource, sys
 from pathlib import Path
 from fathom_eval.run import Run
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 run = Run.load(Path(sys.argv[1]))
 count = sum(1 for _ in run.iter_records())
-print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print(count, (peak() - before) // 1024)
+"""
+HELD = """
+before = peak()
+held = bytes(range(256)) * (4096 * int(sys.argv[1]))
+print(1, (peak() - before) // 1024)
 """
 
 
-def measured(code: str, path: Path) -> tuple[int, int]:
+def measured(code: str, path: Path | str) -> tuple[int, int]:
     """Items, and MiB by which memory grew at most."""
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PEAK + code, str(path)], capture_output=True, text=True, check=True)
     count, grown = done.stdout.split()
     return int(count), int(grown)
+
+
+def test_what_is_held_is_measured() -> None:
+    ballast = bytes(range(256)) * (4096 * 300)  # of this process, and not of the measured one
+    assert 99 <= measured(HELD, "100")[1] <= 110
+    assert len(ballast) == 300 * 2**20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_a_file_of_trajectories_is_streamed(name: str, tmp_path: Path) -> None:
     row = json.dumps(rebench_row([*chat_messages(4), {"role": "user", "content": "word " * 100_000}, *chat_messages(1)[1:]]))
-    count = 100_000_000 // len(row)
+    count = 500_000_000 // len(row)
     with (tmp_path / name).open("w") as handle:
         if name.endswith("l"):
             handle.writelines(f"{row}\n" for _ in range(count))
         else:
-            handle.write("[" + ",".join([row] * count) + "]")
+            handle.write("[")
+            handle.writelines(f"{',' * (number > 0)}{row}" for number in range(count))
+            handle.write("]")
     found, grown = measured(READ, tmp_path / name)
     assert found == count
-    assert grown < 40, f"{grown} MiB for a file of 100 MB"
+    assert grown < 40, f"{grown} MiB for a file of 500 MB"
 
 
 @pytest.mark.slow

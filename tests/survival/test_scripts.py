@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from fathom_eval.cli import main
+from fathom_eval.run import RECORDS
+from tests.survival.conftest import Arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +34,7 @@ def script(name: str) -> ModuleType:
 
 
 def test_a_fit_finds_what_made_the_points() -> None:
-    fit = script("scale_plan").fit
+    fit = script("scale_measured").fit
     for linear, square in ((3e-5, 2e-10), (1e-4, 0.0), (0.0, 5e-9)):
         points = [(n, linear * n + square * n**2) for n in (16384, 32768, 65536, 131072)]
         assert fit(points, (1, 2))(2**20) == pytest.approx(linear * 2**20 + square * 2**40, rel=1e-6)
@@ -39,16 +45,27 @@ def test_measurements_replace_what_the_plan_extrapolates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = script("scale_plan")
-    lines = [{"kind": "device", "name": "Card", "memory_bytes": 2**37, "torch": "2.13"}]
+    shape = {"parameters": 10**9, "layers": 36, "query_heads": 32, "head_dim": 128}
+    lines: list[dict[str, Any]] = [
+        {"kind": "device", "name": "Card", "memory_bytes": 2**37, "torch": "2.13", "methods": ["dense", "exact"], "k": 128},
+        {"kind": "model", "model": "Qwen3-8B", **shape},
+    ]
+    sizes = {"weights_bytes": 2**30, "prefix_bytes": 2**29, "store_bytes": 2**29, "peak_bytes": 3 * 2**30, "estimated_bytes": 2**30}
     for tokens in (1000, 2000, 4000):
         lines += [{"kind": kind, "model": "Qwen3-8B", "tokens": tokens, "seconds": tokens / 1e4} for kind in ("prefill", "stores", "step")]
+        lines.append({"kind": "memory", "model": "Qwen3-8B", "tokens": tokens, **sizes})
+    lines[-2]["seconds"] = 0.5
     (tmp_path / "measured.jsonl").write_text("\n".join(map(json.dumps, lines)))
     monkeypatch.setattr(sys, "argv", ["scale_plan.py", f"--measured={tmp_path / 'measured.jsonl'}", "--tokens=10000", "--new-tokens=10"])
     assert module.main() == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Times come from `measured.jsonl` of `benchmarks/scale.py` on one Card, torch 2.13. Beyond 4,000 tokens" in printed
     assert "extrapolated** from measurements of a small model" not in printed
-    assert "| Qwen3-8B | 1 s (8 %) | 1 s (8 %) | 10 s (83 %) | 12 s |" in printed
+    assert "| Qwen3-8B | 1 s (8 %) | 1 s (8 %) | 11 s (84 %) | 13 s |" in printed
+    assert "| Qwen3-8B | 4,000 | 0.4 s | 32 | 0.4 s | 0.5 s | 1.0 | 3.0 | 2.0 |" in printed
+    assert "the prefill of that would have been foretold within 0% and a step within 20%" in printed
+    assert "1.50 to 1.50 times what weights and estimate say together" in printed
+    assert "No session of more than 4,000 tokens" in printed
 
 
 def test_the_page_of_the_plan_is_what_the_script_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +97,50 @@ def test_the_lower_ends_are_those_that_the_project_declares() -> None:
     assert module.pins("new", ["torch"], {"torch": "2.8"}) == []
     with pytest.raises(SystemExit, match="declares no lower bound of transformers"):
         module.lower_bounds('[project]\ndependencies = ["torch>=2.8"]')
+
+
+def test_the_table_of_versions_is_made_of_the_recorded_runs() -> None:
+    module = script("test_versions")
+    page = (ROOT / "docs" / "durability.md").read_text(encoding="utf-8")
+    assert module.with_table(page, module.read_runs()) == page
+    with pytest.raises(SystemExit, match="the page has no lines"):
+        module.with_table("# Another page", [])
+
+
+def test_the_last_run_of_a_combination_is_the_one_that_counts() -> None:
+    module = script("test_versions")
+    line = {"python": "3.11.7", "torch": "2.8.0", "transformers": "5.8.1", "device": "CPU", "tests": [], "passed": True}
+    new = {**line, "python": "3.13.0", "torch": "2.13.0+cpu", "counts": {"passed": 5, "failed": 0, "skipped": 1}}
+    lines = [
+        new,
+        {**line, "counts": {"passed": 3, "failed": 2, "skipped": 0}},
+        {**line, "counts": {"passed": 5, "failed": 0, "skipped": 0}},
+    ]
+    lines.append({**line, "python": "3.12.3", "tests": ["tests/a.py"], "counts": {"passed": 1}})
+    assert module.table(lines)[2:] == [
+        "| 3.11.7 | 2.8.0 | 5.8.1 | CPU | all fast ones | 5 | 0 | 0 |",
+        "| 3.12.3 | 2.8.0 | 5.8.1 | CPU | `tests/a.py` | 1 |  |  |",
+        "| 3.13.0 | 2.13.0+cpu | 5.8.1 | CPU | all fast ones | 5 | 0 | 1 |",
+        "",
+        "Not passed as a whole: Python 3.12.",
+    ]
+    xml = '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
+    assert module.read_counts(xml) == {"passed": 3, "failed": 3, "skipped": 3}
+
+
+def test_runs_on_several_devices_are_held_together(ruler: Arguments, tmp_path: Path) -> None:
+    module = script("several_devices")
+    assert main(ruler("one", limit=1)) == 0
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    found = module.compare(tmp_path / "one", tmp_path / "other")
+    assert (found["records"], found["equal"], found["missing"], found["tables_equal"]) == (5, 5, 0, True)
+    path = tmp_path / "other" / RECORDS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = next(line for line in lines if line.get("method") == "sparq")
+    changed |= {"generation": "another", "rows": changed["rows"] + 2}
+    gone = next(line for line in lines if line.get("method") == "landmark")
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line is not gone))
+    found = module.compare(tmp_path / "one", tmp_path / "other")
+    assert (found["records"], found["equal"], found["missing"]) == (4, 3, 1)
+    assert found["differing_fields"] == {"generation": 1, "rows": 1}
+    assert found["largest_differences"] == {"rows": 2}

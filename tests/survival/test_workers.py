@@ -174,7 +174,9 @@ def test_a_killed_process_loses_nothing(
     victims = kill_one_of_two(monkeypatch)
     assert main([argument for argument in ruler("two", limit=10, workers=2) if argument != "--quiet"]) == 0
     assert ordered(tmp_path / "two") == ordered(tmp_path / "one")
-    assert re.search(rf"worker \d \(process {victims[0]} on .*\) died", capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert re.search(rf"worker \d \(process {victims[0]} on .*\) died", printed.out)
+    assert printed.err.count("samples: 10/10 (100 %)") == 1, "the progress of all workers is one"
 
 
 @pytest.mark.slow

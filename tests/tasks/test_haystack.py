@@ -32,7 +32,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill_cache(cache: Path, configuration: str, source: str, rows: list[str]) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     folder = cache / "Salesforce___wikitext" / configuration / "0.0.0" / "f00d"
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(folder)
@@ -144,7 +144,7 @@ def test_auto_does_not_wait_for_a_silent_hub(online: None, monkeypatch: pytest.M
 
 
 def test_download_takes_the_test_split_alone(online: None, monkeypatch: pytest.MonkeyPatch):
-    import datasets
+    datasets = pytest.importorskip("datasets")
     import huggingface_hub
 
     asked: dict[str, object] = {}
@@ -170,7 +170,7 @@ def test_download_takes_the_test_split_alone(online: None, monkeypatch: pytest.M
 
 
 def test_failed_download_is_one_line_and_auto_goes_on_without_it(online: None, monkeypatch: pytest.MonkeyPatch):
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     def load_dataset(*args: object, **options: object) -> None:
         raise ConnectionError("cannot reach the hub\nmany more lines")
