@@ -7,7 +7,9 @@ replayed. Nothing else changes: a graph holds the very operations that ran witho
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -59,10 +61,22 @@ class Recorder:
             graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the work's own error says more
+                    self._end(graph, device)
+                raise
+            self._end(graph, device)
         main.wait_stream(side)
         return graph.replay, result
+
+    def _end(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Some releases of torch leave the allocator in a capture that failed, and it never empties its cache again.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, self._pools[device])
+            raise
 
 
 @functools.cache
@@ -158,6 +172,7 @@ class ScanGraphs:
             replay, packed = self._recorder.record(query.device, lambda: _Packed(scan(kept)))
         except Exception as error:  # whatever stands against it, each step can launch its own
             self.failure = f"{type(error).__name__}: {one_line(error)}"
+            warnings.warn(f"scans are launched one by one, which is slower: {self.failure}", RuntimeWarning, stacklevel=2)
             return None
         finally:
             self.recording = False

@@ -90,7 +90,9 @@ class BranchScans:
             if group.steady and not group.failed:
                 try:
                     shared, own = self._stores(group, layer, context)
-                except Exception:  # which the scan that is not recorded meets again, and notes
+                except Exception as error:  # which the scan that is not recorded meets again, and notes
+                    if is_out_of_memory(error):  # there it would be met with less memory still
+                        raise
                     continue
                 sealed = sealed_tokens(context.tokens, group.policy.local)
                 stores.append((group, shared, own, scores[group.rows][..., :sealed]))

@@ -32,7 +32,8 @@ from fathom_eval.rehearsal import Rehearsal, rehearsed_query
 from fathom_eval.stores import ExactSpec, Store, StoreSpec
 
 SCORE_ELEMENTS, GPU_SCORE_ELEMENTS = 2**25, 2**26
-"""Scores of one chunk (128 MB in fp32): what bounds memory at long contexts. A few tensors of this size live at a time."""
+"""Scores of one chunk (128 MB in fp32, twice that on a GPU): what bounds memory at long contexts. A few tensors of this size live at a
+time."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Again(Recorder):
-    """Does the work once more for each replay, into the tensors of the first time. What a graph would not redo is not redone here."""
+    """Does the work once more for each replay, into the tensors of the first time and with the stores and rows of that time alone."""
 
     recorded = replayed = 0
 
@@ -125,6 +125,20 @@ def test_what_cannot_be_recorded_is_launched_and_fails_nothing() -> None:
     same(launched, other)
 
 
+def test_a_capture_that_failed_leaves_the_allocator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    ended: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    recorder, device = Recorder(), torch.device("cuda", 1)
+    recorder._pools[device] = (0, 7)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        recorder._end(Graph(), device)  # type: ignore[arg-type]
+    assert ended == [(1, (0, 7))]
+
+
 def test_a_method_that_fails_at_recording_is_not_blamed_for_it() -> None:
     calls = []
 
@@ -140,6 +154,35 @@ def test_a_method_that_fails_at_recording_is_not_blamed_for_it() -> None:
     steps_of(batch, 4)
     assert calls == [1]
     assert not batch.failures
+
+
+def test_a_method_that_fails_after_it_was_recorded_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, sealing = Loki.plan, 23  # 249 tokens, 16 of them in the window: the next block is full at 272
+
+    def failing(self: Loki, query: Tensor, index: Any) -> Tensor | None:
+        return 1 / 0 if step[0] >= sealing else plan(self, query, index)  # type: ignore[return-value]
+
+    monkeypatch.setattr(Loki, "plan", failing)
+    prefix, branches, recorder, outputs, batches = prefix_on("cpu"), branches_of(), Again(), [], []
+    for graphs in (None, ScanGraphs(recorder)):
+        batch, step = BranchBatch(prefix, branches, FACTS), [0]
+        batch._graphs = graphs
+        attend = batch.attend
+
+        def counted(layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+            step[0] = keys.shape[2]  # noqa: B023 - called in this round alone
+            return attend(layer, query, keys, values, scaling)  # noqa: B023
+
+        monkeypatch.setattr(batch, "attend", counted)
+        outputs.append(steps_of(batch, STEPS))
+        batches.append(batch)
+    launched, replayed = batches
+    [loki] = [row for row, branch in enumerate(branches) if branch.spec.method.name == "loki"]
+    assert launched.failures == replayed.failures == {loki: "layer 0: ZeroDivisionError: division by zero"}
+    others = [row for row in range(len(branches)) if row != loki]
+    assert all(torch.equal(mine[others], theirs[others]) for mine, theirs in zip(*outputs, strict=True))
+    same(launched, replayed)
+    assert recorder.replayed > (STEPS - 8) * LAYERS
 
 
 def test_only_what_is_known_to_be_steady_is_recorded() -> None:

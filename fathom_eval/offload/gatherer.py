@@ -8,9 +8,10 @@ held for a few microseconds a list alone. See :mod:`fathom_eval.kernels.handover
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,6 +38,9 @@ RESTLESS, PAUSE = 200_000, 2e-4
 ENOUGH_THREADS = 4
 """Threads from which on gathering is worth while where nobody says who is to bring the rows."""
 
+HOSTS = ("x86_64", "AMD64")
+"""Processors whose reads and writes of memory stay in order; elsewhere a flag could be seen before what it announces."""
+
 _REQUEST = REQUEST * LINE
 _ADDRESSES = 2**48
 _ELEMENT = torch.int16  # torch shares a copy among threads by elements: small ones make small shares
@@ -56,7 +60,9 @@ class Box:
         mailbox: As the kernels see it.
         memory: All of the host's addresses as rows of this mailbox's size.
         wanted, rows: The mailbox's tensors as the host sees them, rows flat.
-        flags: The same of the first entries of its flags.
+        flags: The same of its flags, flat.
+        answered: The ticket answered last.
+        attended: Whether somebody looks at it.
     """
 
     mailbox: Mailbox
@@ -64,7 +70,8 @@ class Box:
     wanted: Tensor
     rows: Tensor
     flags: memoryview
-    answered: int = field(default=0)
+    answered: int = 0
+    attended: bool = False
 
     @classmethod
     def allocate(cls, capacity: int, parts: int, width: int, dtype: torch.dtype, device: torch.device) -> Box:
@@ -85,10 +92,13 @@ class Box:
         total = self.flags[TOTAL * LINE]
         if not 0 <= total <= len(self.wanted):
             raise RuntimeError(f"a list of {total} rows where {len(self.wanted)} have room")
-        if total:
+        # A device that has given up does not wait before it lists anew: the total may be ahead of the numbers, which are addresses.
+        if total and not self.gave_up:
             torch.index_select(self.memory, 0, self.wanted[:total], out=self.rows[:total])
         self.answered = ticket
         self.flags[DONE * LINE] = ticket
+        if not self.attended:  # dropped meanwhile: the device must not wait for the next answer
+            self.flags[DONE * LINE] = NOBODY
 
     @property
     def gave_up(self) -> bool:
@@ -97,6 +107,7 @@ class Box:
 
     def answer(self, *, from_now_on: bool) -> None:
         """Say to the device whether somebody looks at the box."""
+        self.attended = from_now_on
         self.flags[DONE * LINE] = self.answered if from_now_on else NOBODY
 
 
@@ -149,6 +160,10 @@ class RowGatherer:
             raise UserError("the GPU waited in vain for rows that the CPU gathers; the step's output is void: give --rows gpu")
 
     def __enter__(self) -> Self:
+        if platform.machine() not in HOSTS:
+            raise UserError(
+                f"the CPU gathers rows on {HOSTS[0]} hosts, and this one is {platform.machine()}: let the GPU fetch them (--rows gpu)"
+            )
         before = torch.get_num_threads()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(ready,), name="row gatherer", daemon=True)
@@ -233,7 +248,8 @@ def default_rows(rows_by: str, shape: SegmentShape, rerank: float, lanes: int, c
     """
     auto = rows_by == "auto"
     if auto:
-        fits = index == "host" and context >= LONG_SCAN and default_threads() >= ENOUGH_THREADS and torch.cuda.is_available()
+        able = torch.cuda.is_available() and default_threads() >= ENOUGH_THREADS and platform.machine() in HOSTS
+        fits = able and index == "host" and context >= LONG_SCAN
         rows_by = "both" if fits else "gpu"
     if rerank > 1 or (rows_by == "both" and lanes == 1) or (auto and not gathers(shape)):
         return "gpu"

@@ -33,7 +33,7 @@ __all__ = [
 
 TOTAL, REQUEST, DONE, FAILED = range(4)
 """Lines of the flags: rows listed, the last ticket the device asked with, the last one the host answered (below zero: nobody answers), and
-the first one that the device did not wait for any longer."""
+the last one whose answer the device went on without."""
 
 FLAGS, LINE = 4, 8
 """Lines of the flags, and their length: what one side writes shares no cache line with what the other writes."""

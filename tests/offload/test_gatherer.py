@@ -159,6 +159,39 @@ def test_patience_ends_and_is_not_lost_twice(monkeypatch: pytest.MonkeyPatch) ->
     assert int(box.mailbox.ticket) == 2
 
 
+def test_nothing_is_read_by_numbers_of_a_device_that_has_given_up() -> None:
+    """It lists anew without waiting: a total can be there before its numbers, and a number that was never written is no address."""
+    box = Box.allocate(4, 2, 16, torch.float32, CPU)
+    box.answer(from_now_on=True)
+    asked(box, 3, 4)
+    box.flags[FAILED * LINE] = 2
+    box.gather()
+    assert box.flags[DONE * LINE] == 3
+    assert not box.rows.any()
+
+
+def test_a_box_that_is_dropped_while_it_is_served_is_waited_for_no_more(monkeypatch: pytest.MonkeyPatch, arena: Arena) -> None:
+    serving, dropped = threading.Event(), threading.Event()
+    plain = torch.index_select
+
+    def slow(*args: object, **kwargs: object) -> Tensor:
+        serving.set()
+        assert dropped.wait(5)
+        return plain(*args, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    with RowGatherer(CPU, 1) as gatherer:
+        box = gatherer.box(8, 2, SHAPE.head_dim, SHAPE.dtype)
+        list_rows(table_of(arena, 1), union_of([[[1], [2]]]), box.mailbox)
+        monkeypatch.setattr(torch, "index_select", slow)
+        asked(box, 1, 2)
+        assert serving.wait(5)
+        gatherer.drop([box])
+        dropped.set()
+        until(lambda: box.answered == 1)
+        until(lambda: box.flags[DONE * LINE] < 0)
+        gatherer.check()
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_thread_ends_on_every_way_out(error: type[BaseException]) -> None:
     gatherer = RowGatherer(CPU, 1)
@@ -186,9 +219,9 @@ def test_a_quiet_gatherer_sleeps(monkeypatch: pytest.MonkeyPatch, arena: Arena) 
     monkeypatch.setattr(module, "PAUSE", 0.02)
     with RowGatherer(CPU, 1) as gatherer:
         gatherer.box(8, 2, SHAPE.head_dim, SHAPE.dtype)
-        started = time.thread_time_ns(), time.process_time()
+        started = time.process_time()
         time.sleep(0.2)
-        assert time.process_time() - started[1] < 0.1
+        assert time.process_time() - started < 0.1
         _, found = handed_over(gatherer, table_of(arena, 1), union_of([[[5], [6]]]))
     assert torch.equal(found[:, 0, 0, 0], arena.segments[0].tensors["rows"][0, 5])
 
@@ -237,3 +270,9 @@ def test_the_last_lane_can_be_smaller(rows: int, count: int, last: int, sizes: l
     for one in [(1, 1, 1), (2, 3, 1), (1, 2, 8), (1, 8, 2)]:
         with pytest.raises(UserError, match="the last one of"):
             lanes_of(one[0], 8, *one[1:])
+
+
+def test_a_host_whose_memory_is_not_in_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(UserError, match="this one is aarch64: let the GPU fetch them"), RowGatherer(torch.device("cpu"), 1):
+        pass
