@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import Say, cached_conversion, conversion_path, converted_gguf, one_line, staging_folder
-from fathom_eval.run import check_free_space
+from fathom_eval.run_files import check_free_space
 
 _COPY_BYTES = 1 << 20
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from fathom_eval.calibration import Basis, FixedKeyStatistics, FixedQueryStatistics, LayerStatistics
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.gguf_models import cache_root, one_line
-from fathom_eval.run import canonical_json, check_free_space, raise_file_error, write_atomically
+from fathom_eval.run import canonical_json
+from fathom_eval.run_files import check_free_space, raise_file_error, write_atomically
 
 if TYPE_CHECKING:
     from fathom_eval.methods.base import Method

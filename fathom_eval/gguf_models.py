@@ -19,7 +19,7 @@ from typing import Any
 
 from fathom_eval import compat
 from fathom_eval.errors import UserError
-from fathom_eval.run import check_free_space
+from fathom_eval.run_files import check_free_space
 
 CONVERSION_VERSION = 1
 RECORD = "fathom_eval.json"

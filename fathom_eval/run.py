@@ -8,30 +8,34 @@ tokenizer, data, seed, protocol, …) is refused, since its numbers could not st
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, Self
 
 from fathom_eval.errors import UserError
+from fathom_eval.run_files import (
+    LOCK,
+    TEMPORARY,
+    acquire_lock,
+    file_errors,
+    readable_size,
+    sync_folder,
+    write_all,
+    write_atomically,
+)
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 PACKED = "records.jsonl.gz"
-LOCK = ".lock"
-_TEMPORARY = ".tmp"
 # What a start that was killed before its manifest can leave behind: such a folder holds nothing and may be used.
-_LEFTOVERS = frozenset({LOCK, MANIFEST + _TEMPORARY})
+_LEFTOVERS = frozenset({LOCK, MANIFEST + TEMPORARY})
 _KEY_FIELDS = ("kind", "task", "context", "sample", "k", "method", "method_version")
 # Position of a record within the records that were written together; kept in the file only, so that a torn unit is seen.
 _UNIT = "unit"
@@ -74,27 +78,6 @@ def default_run_path(kind: str, model_name: str, identity: Mapping[str, Any]) ->
     return Path("runs") / f"{kind}-{model}-{identity_sha256(identity)[:8]}"
 
 
-def check_free_space(path: Path, need_bytes: int) -> None:
-    """Raise UserError unless the disk that holds (or would hold) ``path`` has ``need_bytes`` bytes free."""
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if free < need_bytes:
-        raise UserError(f"not enough disk space for {path}: about {_size(need_bytes)} are needed and {_size(free)} are free")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new one, never a part, and flush it to the disk."""
-    temporary = path.with_name(path.name + _TEMPORARY)
-    with temporary.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
 class Run:
     """One run directory. Make it with :meth:`open` (to add records) or :meth:`load` (to read them); it is a context manager.
 
@@ -124,8 +107,8 @@ class Run:
         if (path / MANIFEST).exists():
             _read_manifest(path)
         if (path / LOCK).exists():
-            with _file_errors(path):
-                _acquire_lock(path).close()
+            with file_errors(path):
+                acquire_lock(path).close()
 
     @classmethod
     def open(cls, path: Path, *, identity: Mapping[str, Any], details: Mapping[str, Any]) -> Run:
@@ -147,9 +130,9 @@ class Run:
         _refuse_foreign(path)
         if (path / MANIFEST).exists():
             _refuse_other_identity(path, _read_manifest(path), kind, identity)
-        with _file_errors(path):
+        with file_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            lock = _acquire_lock(path)
+            lock = acquire_lock(path)
         try:
             invocation = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
             if (path / MANIFEST).exists():
@@ -165,7 +148,7 @@ class Run:
                     **facts,
                     "invocations": [invocation],
                 }
-            with _file_errors(path):
+            with file_errors(path):
                 write_atomically(path / MANIFEST, (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode())
             return cls(path, manifest, lock)
         except BaseException:
@@ -179,7 +162,7 @@ class Run:
             raise UserError(f"no run at {path}: there is no such folder")
         if not path.is_dir():
             raise UserError(f"{path} is not a run directory: it is a file")
-        with _file_errors(path, "read"):
+        with file_errors(path, "read"):
             names = {entry.name for entry in path.iterdir()}
         if not names:
             raise UserError(f"{path} is not a run directory: it is empty")
@@ -196,7 +179,7 @@ class Run:
         """The records of :meth:`records`, one at a time: only their places in the file are held in memory."""
         if not self._offsets:
             return
-        with _file_errors(self.path, "read"), (self.path / RECORDS).open("rb") as handle:
+        with file_errors(self.path, "read"), (self.path / RECORDS).open("rb") as handle:
             for offset in sorted(self._offsets.values()):
                 handle.seek(offset)
                 record: dict[str, Any] = json.loads(handle.readline(_MAX_LINE_BYTES))
@@ -229,14 +212,14 @@ class Run:
             for index, record in enumerate(records, start=1)
         ]
         if max(map(len, lines)) >= _MAX_LINE_BYTES:
-            raise ValueError(f"a record takes more than {_size(_MAX_LINE_BYTES)}")
-        with _file_errors(self.path):
+            raise ValueError(f"a record takes more than {readable_size(_MAX_LINE_BYTES)}")
+        with file_errors(self.path):
             descriptor = self._descriptor()
             # A torn tail, of an earlier process or of a write of this one that failed, must go before anything follows it.
             if os.fstat(descriptor).st_size != self._end:
                 os.ftruncate(descriptor, self._end)
             try:
-                _write_all(descriptor, b"".join(lines))
+                write_all(descriptor, b"".join(lines))
                 os.fsync(descriptor)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -264,7 +247,7 @@ class Run:
     def _descriptor(self) -> int:
         if self._records_fd is None:
             self._records_fd = os.open(self.path / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            _sync_folder(self.path)
+            sync_folder(self.path)
         return self._records_fd
 
     def _index(self) -> None:
@@ -273,10 +256,10 @@ class Run:
         if not file.exists():
             return
         pending: dict[RecordKey, int] = {}
-        with _file_errors(self.path, "read"), file.open("rb") as handle:
+        with file_errors(self.path, "read"), file.open("rb") as handle:
             for number, offset, length, line in _lines(handle):
                 if line is None:
-                    self._report(f"{file}: line {number} is longer than {_size(_MAX_LINE_BYTES)} and is skipped")
+                    self._report(f"{file}: line {number} is longer than {readable_size(_MAX_LINE_BYTES)} and is skipped")
                 elif not line.endswith(b"\n"):
                     self._note_torn(*_named_in(line))
                     break
@@ -338,10 +321,10 @@ def _refuse_foreign(path: Path) -> None:
         return
     if not path.is_dir():
         raise UserError(f"{path} is a file: a run needs a folder of its own")
-    with _file_errors(path, "read"):
+    with file_errors(path, "read"):
         names = {entry.name for entry in path.iterdir()}
     if {MANIFEST, PACKED} <= names and RECORDS not in names:
-        raise UserError(f"the records of {path} are packed: unpack them first (gunzip -k {path / PACKED}), or all is computed anew")
+        raise UserError(f"the records of {path} are packed: unpack them first (gunzip -k {path / PACKED}), or they would be computed anew")
     if MANIFEST in names or names <= _LEFTOVERS:
         return
     found = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
@@ -351,7 +334,7 @@ def _refuse_foreign(path: Path) -> None:
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
-        with _file_errors(path, "read"):
+        with file_errors(path, "read"):
             manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         raise UserError(f"{file} is damaged: it is not JSON") from None
@@ -379,59 +362,3 @@ def _refuse_other_identity(path: Path, manifest: Mapping[str, Any], kind: str, i
     ]
     if differing:
         raise UserError(f"{path} holds another run: {'; '.join(differing)}; give another folder, or the same settings to resume")
-
-
-def _acquire_lock(path: Path) -> IO[str]:
-    lock = (path / LOCK).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        holder = lock.read(500).partition("\n")[0]
-        lock.close()
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise UserError(f"{path} is in use by {holder or 'another process'}: wait for it to end, or give another folder") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now(UTC).isoformat(timespec='seconds')}\n")
-    lock.flush()
-    return lock
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _file_errors(path: Path, action: str = "write") -> Iterator[None]:
-    """Turn an OSError into a UserError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise_file_error(path, action, error)
-
-
-def raise_file_error(path: Path, action: str, error: OSError) -> NoReturn:
-    """Raise the UserError for an OSError met while ``action`` ("read" or "write") was tried on ``path``."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise UserError(f"no disk space left for {path}: free some and run the same command again; finished work is kept") from error
-    raise UserError(f"cannot {action} {path}: {error.strerror or error}") from error
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -26,7 +26,7 @@ from fathom_eval.reports.session_source import load_session_source
 from fathom_eval.reports.sessions import session_section
 from fathom_eval.reports.timing_section import timing_section, timing_source
 from fathom_eval.reports.writing import Folder, latex, markdown, missing_csv, table_csv
-from fathom_eval.run import raise_file_error
+from fathom_eval.run_files import raise_file_error
 
 TITLES = {
     "ruler": "Key scans against dense attention and exact top-k",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fathom_eval.errors import UserError
 from fathom_eval.fingerprints import fingerprint_tokenizer
-from fathom_eval.run import raise_file_error
+from fathom_eval.run_files import raise_file_error
 from fathom_eval.sessions.encoded_cache import EncodedCache, EncodedTrajectory, TokenTarget
 from fathom_eval.sessions.rendering import Renderer, Rendering, UnrenderableError
 from fathom_eval.sessions.report import ReadReport

@@ -16,17 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom_eval.errors import UserError
-from fathom_eval.run import (
-    LOCK,
-    MANIFEST,
-    RECORDS,
-    SCHEMA_VERSION,
-    Run,
-    check_free_space,
-    default_run_path,
-    identity_sha256,
-    record_key,
-)
+from fathom_eval.run import MANIFEST, RECORDS, SCHEMA_VERSION, Run, default_run_path, identity_sha256, record_key
+from fathom_eval.run_files import LOCK, check_free_space
 
 IDENTITY = {"model": "5f3c", "tokenizer": "aa01", "data_sha256": "00ff", "seed": 0, "protocol": {"sink": 4, "local": 32}}
 DETAILS = {"kind": "ruler", "versions": {"torch": "2.13"}, "device": "cpu", "settings": {"limit": 4}}

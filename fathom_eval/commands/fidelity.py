@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec
     from fathom_eval.methods.possible import Possible
-    from fathom_eval.run import Run, check_free_space, default_run_path
+    from fathom_eval.run import Run, default_run_path
+    from fathom_eval.run_files import check_free_space
     from fathom_eval.tasks.haystack import Haystack
 
     console = Console(quiet=args.quiet, json=args.json)

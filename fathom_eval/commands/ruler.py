@@ -19,7 +19,8 @@ from fathom_eval.commands.spreading import (
     write_prompt,
 )
 from fathom_eval.errors import UserError
-from fathom_eval.run import MANIFEST, Run, check_free_space, default_run_path
+from fathom_eval.run import MANIFEST, Run, default_run_path
+from fathom_eval.run_files import check_free_space
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console

@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.agent_sessions import DecodeSettings, SessionWork, missing_units, run_identity, step_branches, with_controls
     from fathom_eval.models import parse_rope_scaling
     from fathom_eval.ruler import versions
-    from fathom_eval.run import check_free_space, default_run_path
+    from fathom_eval.run import default_run_path
+    from fathom_eval.run_files import check_free_space
     from fathom_eval.session_data import check_k, choose_bounds, prepare_sessions
 
     request = model_request(args)

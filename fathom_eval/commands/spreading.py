@@ -85,7 +85,7 @@ def spread_units(
 
 def write_prompt(folder: Path, name: str, prompt: str) -> None:
     """Keep a prompt. Raises UserError where it cannot be written."""
-    from fathom_eval.run import raise_file_error
+    from fathom_eval.run_files import raise_file_error
 
     try:
         folder.mkdir(exist_ok=True)

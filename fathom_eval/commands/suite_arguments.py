@@ -75,7 +75,7 @@ def report_suite(console: Console, opened: Run, choice: Choice) -> dict[str, Any
 
     from fathom_eval.equal_bytes import LEGEND, compare_at_equal_bytes, comparison_rows, comparison_values
     from fathom_eval.reports.tables import results_csv
-    from fathom_eval.run import raise_file_error
+    from fathom_eval.run_files import raise_file_error
 
     assert choice.suite is not None
     labels = {spec.label for spec in choice.specs}
