@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from fathom_eval.cli import main
 from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
 from fathom_eval.methods import BUILT_IN, EVERY, MethodSpec, parse_method, parse_methods, plug_ins, registry
+from fathom_eval.methods.possible import Impossible, Possible
 from fathom_eval.methods.sparq import SparQ
 from fathom_eval.prefill import prefill
 from fathom_eval.run import Run
@@ -89,6 +91,12 @@ def test_it_appears_in_every_command(command: str, tmp_path: Path, monkeypatch: 
             r"plug-in 'broken' .*cannot be loaded: No module named 'no_such_module'",
         ),
         ("1 / 0\n", "divided = your_package:Broken", r"plug-in 'divided' .*cannot be loaded: division by zero"),
+        ("raise SystemExit(3)\n", "ends = your_package:Broken", r"plug-in 'ends' .*cannot be loaded: 3"),
+        (
+            "from fathom_eval.methods.sparq import SparQ\nclass Mine(SparQ):\n    name = 'mi:ne'\n",
+            "mine = your_package:Mine",
+            "names a method 'mi:ne', which a list of methods cannot name",
+        ),
     ],
 )
 def test_a_broken_entry_point_is_left_out_with_a_warning_and_an_error_where_it_is_named(
@@ -102,6 +110,45 @@ def test_a_broken_entry_point_is_left_out_with_a_warning_and_an_error_where_it_i
     assert not capsys.readouterr().err, "once is enough"
     with pytest.raises(UserError, match=message):
         parse_method(entry.split()[0])
+
+
+MINE = (
+    "from dataclasses import dataclass, field\nfrom fathom_eval.methods.sparq import SparQ\n"
+    "@dataclass(frozen=True, kw_only=True)\nclass Mine(SparQ):\n    name = 'mine'\n    "
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("need: int", "method 'mine' cannot be made: TypeError: .*'need'"),
+        ("need: 'Nowhere' = 3", "method 'mine': its options failed: NameError: name 'Nowhere' is not defined"),
+        ("need: list = field(default_factory=list)", "method 'mine': its hash failed: TypeError: unhashable type: 'list'"),
+        ("def policy_defaults(self): return {'nowhere': 1}", "method 'mine': its policy_defaults failed: TypeError: .*'nowhere'"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_made_without_options_is_left_out_of_all(
+    body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, monkeypatch, f"{MINE}{body}\n", "mine = your_package:Mine")
+    assert [spec.label for spec in parse_methods("all")] == [spec.label for spec in parse_methods(",".join(EVERY))]
+    assert re.fullmatch(rf"warning: {message}.*; it is left out\n", capsys.readouterr().err)
+    with pytest.raises(UserError, match=message):
+        parse_methods("all,mine")
+    assert main(["methods", "--json"]) == 0
+    said = capsys.readouterr()
+    assert re.search(message, said.err)
+    assert "mine" not in json.loads(said.out)["all"]
+
+
+def test_a_plug_in_whose_label_raises_is_left_out_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, f"{MINE}def label(self): raise KeyError('x')\n", "mine = your_package:Mine")
+    possible, said = Possible([spec for spec in parse_methods("all") if spec.method.name in ("sparq", "mine")]), list[str]()
+    possible.keep([60, 70], lambda spec, at: spec.check(facts_of(), at), said.append)
+    assert {spec.method.name for spec in possible.specs} == {"sparq"}
+    reason = "method 'mine': its label failed: KeyError: 'x'"
+    assert possible.left_out == [Impossible("mine", None, reason)]
+    assert said == [f"left out: {reason}"]
 
 
 @pytest.mark.parametrize("hook", ["check", "observes", "store", "label", "line", "forced_tokens", "check_k"])

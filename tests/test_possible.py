@@ -76,6 +76,19 @@ def test_what_is_left_out_is_no_part_of_a_methods_identity() -> None:
     assert possible.left_out == [Impossible(spec.label, 7, "no 7")]
 
 
+def test_what_fails_at_several_k_together_alone_is_left_out_at_each() -> None:
+    [spec] = parse_methods("sparq")
+    possible = Possible([MethodSpec(spec.method, spec.policy, optional=True)])
+
+    def refuse(spec: MethodSpec, at: Any) -> None:
+        if len(at) > 1:
+            raise UserError("not together")
+
+    possible.keep([7, 8], refuse, lambda line: None)
+    assert possible.specs == []
+    assert possible.left_out == [Impossible(spec.label, None, "not together")]
+
+
 def tiny_run(command: str, folder: Path) -> list[str]:
     """Arguments of a run of one window, sample or session of a tiny model, written to ``run`` in the folder."""
     model = save_tiny(folder / "model", layers=2, query_heads=4, kv_heads=2, head_dim=16, max_positions=8192)

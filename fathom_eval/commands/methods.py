@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import sys
 from typing import Any
 
 HELP = "List every method with its scan bits, source and options."
@@ -21,14 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
     from fathom_eval.errors import UserError
-    from fathom_eval.methods import EVERY, PAPER, asked, plug_ins, registry
+    from fathom_eval.methods import EVERY, PAPER, asked, parse_method, plug_ins, registry
     from fathom_eval.selection import Policy
 
     if args.head_dim < 1:
         raise UserError(f"--head-dim {args.head_dim} must be at least 1")
     entries: list[dict[str, Any]] = []
-    for name, kind in registry().items():
-        method = kind()
+    for name in registry():
+        try:
+            method = parse_method(name).method
+            source = asked(method, "source", functools.partial(getattr, type(method), "source"))
+        except UserError as error:
+            print(f"warning: {error}; it is left out", file=sys.stderr)
+            continue
+        kind = type(method)
         try:
             bits = asked(method, "typical_bits", functools.partial(method.typical_bits, args.head_dim))
         except UserError as error:
@@ -37,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             {
                 "name": name,
                 "bits": bits,
-                "source": kind.source,
+                "source": source,
                 "options": _options(method),
                 "control": kind.control,
                 "published": kind.published,
@@ -46,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
                 "capped": kind.capped,
             }
         )
-    common = _options(Policy())
+    common, names = _options(Policy()), {entry["name"] for entry in entries}
+    every = [*EVERY, *(name for name in plug_ins() if name in names)]
     if args.json:
-        lists = {"paper": list(PAPER), "all": [*EVERY, *plug_ins()]}
+        lists = {"paper": list(PAPER), "all": every}
         print(json.dumps({"head_dim": args.head_dim, "methods": entries, "common_options": common, **lists}, indent=2))
         return 0
     print(f"scan bits per token, KV head and layer at head_dim {args.head_dim}, with default options")
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     print("\noptions of every method: " + _listed(common))
     print("name a method with options as name:option=value:option=value, for example sparq:r=D/4:rerank=2")
     print("'--methods paper' (the default) stands for:\n    " + "\n    ".join(PAPER))
-    further = [item for item in (*EVERY, *plug_ins()) if item not in PAPER]
+    further = [item for item in every if item not in PAPER]
     print("'--methods all' adds to them, where they can run:\n    " + "\n    ".join(further))
     return 0
 

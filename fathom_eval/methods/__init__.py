@@ -185,12 +185,14 @@ def plug_ins() -> tuple[str, ...]:
 def _loaded(entry: EntryPoint, methods: Container[str]) -> type[Method]:
     try:
         method = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"the method plug-in '{entry.name}' ({entry.value}) cannot be loaded: {one_line(error)}") from error
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
     if (name := getattr(method, "name", None)) is None:
         raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is a method without a name")
+    if not (isinstance(name, str) and name and not set(name) & set(":,= \t\n")):
+        raise UserError(f"the entry point '{entry.name}' names a method {name!r}, which a list of methods cannot name")
     if name in methods:
         raise UserError(f"the entry point '{entry.name}' names a method '{name}', which exists already")
     return method
@@ -202,7 +204,7 @@ def _warn(message: str) -> None:
     print(f"warning: {message}; it is left out", file=sys.stderr)
 
 
-def asked(method: Method, what: str, call: Callable[[], T]) -> T:
+def asked(method: Method | type[Method], what: str, call: Callable[[], T]) -> T:
     """What a method answers before a run.
 
     Raises:
@@ -318,7 +320,7 @@ def parse_method(text: str) -> MethodSpec:
     if name not in methods:
         raise UserError(f"unknown method '{name}'; {did_you_mean(name, methods)}")
     kind = methods[name]
-    own, shared = _option_types(kind), _option_types(Policy)
+    own, shared = asked(kind, "options", lambda: _option_types(kind)), _option_types(Policy)
     given: dict[str, Any] = {}
     for part in parts:
         option, equals, value = part.partition("=")
@@ -336,25 +338,38 @@ def parse_method(text: str) -> MethodSpec:
     except Exception as error:
         raise UserError(f"method '{text}' cannot be made: {type(error).__name__}: {one_line(error)}") from error
     policy = {option: value for option, value in given.items() if option not in own}
-    return MethodSpec(method, Policy(**{**asked(method, "policy_defaults", method.policy_defaults), **policy}))
+    spec = MethodSpec(method, asked(method, "policy_defaults", lambda: Policy(**{**method.policy_defaults(), **policy})))
+    asked(method, "hash", lambda: hash(spec))
+    return spec
 
 
 def parse_methods(text: str) -> list[MethodSpec]:
     """A comma-separated list of methods.
 
     ``paper`` stands for the scans of the paper's main tables and ``all`` for :data:`EVERY` and the :func:`plug_ins` as they are without
-    options, all of them optional unless they are named beside it.
+    options, all of them optional unless they are named beside it. A plug-in that cannot be made without options is left out of ``all``.
     """
     specs: dict[MethodSpec, MethodSpec] = {}
     for word in text.split(","):
         optional = word.strip() == "all"
-        further = plug_ins() if optional else ()
-        for item in (*_NAMED.get(word.strip(), (word,)), *further):
-            spec = dataclasses.replace(parse_method(item), optional=optional)
+        further = _made(plug_ins()) if optional else []
+        for made in (*map(parse_method, _NAMED.get(word.strip(), (word,))), *further):
+            spec = dataclasses.replace(made, optional=optional)
             if spec not in specs or not optional:
                 specs.pop(spec, None)
                 specs[spec] = spec
     return list(specs.values())
+
+
+def _made(names: Iterable[str]) -> list[MethodSpec]:
+    """Methods without options; one that cannot be made is left out with a warning."""
+    found = []
+    for name in names:
+        try:
+            found.append(parse_method(name))
+        except UserError as error:
+            _warn(str(error))
+    return found
 
 
 def _option_types(kind: type) -> dict[str, Any]:

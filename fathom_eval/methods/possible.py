@@ -57,7 +57,7 @@ class Possible:
             except UserError as error:
                 if not spec.optional:
                     raise
-                reasons = _reasons(spec, wanted, check)
+                reasons = _reasons(spec, wanted, check) or dict.fromkeys(wanted, str(error))
                 if len(reasons) < len(wanted):
                     kept.append(dataclasses.replace(spec, impossible=spec.impossible | reasons.keys()))
                     lines = [f"left out at k={k}: {reason}" for k, reason in reasons.items()]
@@ -65,10 +65,18 @@ class Possible:
                     lines = [f"left out: {error}"]
                 for line in lines:
                     say(line)
-                self.left_out += _impossible(spec.label, reasons, wanted)
+                self.left_out += _impossible(_label(spec), reasons, wanted)
                 continue
             kept.append(spec)
         self.specs = kept
+
+
+def _label(spec: MethodSpec) -> str:
+    """Its label, or its name where the label itself is what fails."""
+    try:
+        return spec.label
+    except Exception:
+        return spec.method.name
 
 
 def _impossible(label: str, reasons: Mapping[int, str], wanted: Sequence[int]) -> list[Impossible]:

@@ -26,7 +26,8 @@ class RetrievalAttention(Method):
 
     The authors' graph links keys through the queries of the prompt that they are near to, because queries lie elsewhere than keys: that is
     ``pairs``, in torch. The other two come from faiss and know the keys alone: ``ivf`` are inverted lists, ``hnsw`` is a graph. Bits are
-    the keys and centroids that a search touches. It leaves out, so it promises nothing about k of all tokens.
+    the keys and centroids that a search touches, not the links of a graph that led there. It leaves out, so it promises nothing about k of
+    all tokens.
 
     Attributes:
         kind: ``ivf``, ``hnsw`` or ``pairs``.
@@ -39,7 +40,7 @@ class RetrievalAttention(Method):
     family: ClassVar[str] = "RetrievalAttention"
     source: ClassVar[str] = (
         "after RetrievalAttention (arXiv:2409.10516): a faiss index of the keys alone, inverted lists or HNSW, or (kind=pairs) a graph "
-        "from query-key pairs as the authors build; bits are the keys and centroids touched"
+        "from query-key pairs as the authors build; bits are the keys and centroids touched, without a graph's links"
     )
     version: ClassVar[int] = 2
     ranks_all: ClassVar[bool] = False
