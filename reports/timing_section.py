@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -66,8 +67,12 @@ class TimingSource:
 
     @property
     def places(self) -> list[Place]:
-        """Every setting that spans contexts."""
-        return sorted({place_of(step) for step in self.steps}, key=lambda place: (place[0] != "host", place))
+        """Every setting that spans contexts; of one place and batch that with the longest context first."""
+        longest: dict[Place, int] = defaultdict(int)
+        for step in self.steps:
+            place = place_of(step)
+            longest[place] = max(longest[place], step["context"])
+        return sorted(longest, key=lambda place: (place[0] != "host", place[:4], -longest[place], place))
 
 
 def timing_source(loaded: Loaded) -> TimingSource:
@@ -367,15 +372,28 @@ def _measures(source: TimingSource) -> list[Measure]:
 
 
 def _facts(source: TimingSource) -> list[Fact]:
+    """Times of one session at a time; of several lanes and ways to bring rows, those that Fathom's read is fastest with."""
+    cells: dict[tuple[str, int, int], list[Sequence[Mapping[str, Any]]]] = defaultdict(list)
+    for place in source.places:
+        index, batch, k, sessions, *_ = place
+        if batch == sessions == 1:
+            here = _valid(_here(source, place))
+            for context in {step["context"] for step in here}:
+                cells[index, context, k].append([step for step in here if step["context"] == context])
     found: list[Fact] = []
-    by_quantity: dict[str, str] = defaultdict(str, gpu_ms="gpu_ms", wall_ms="wall_ms")
-    for step in _valid(source.steps):
-        index, batch, k, sessions, lanes, _, rows = place_of(step)
-        for name, quantity in by_quantity.items():
+    for (index, context, k), settings in cells.items():
+        steps = min(settings, key=_reference_time)
+        for step, name in itertools.product(steps, ("gpu_ms", "wall_ms")):
             amount = value(step, name)
-            if amount is not None and batch == sessions == lanes == 1 and rows == "gpu":
-                found.append(Fact(quantity, "", method_of(step), step["context"], k, amount, None, index))
+            if amount is not None:
+                found.append(Fact(name, "", method_of(step), context, k, amount, None, index))
     return found
+
+
+def _reference_time(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Of Fathom's read; infinite where there is none."""
+    reference = reference_of(steps)
+    return math.inf if reference is None else time_of(reference) or math.inf
 
 
 def _write(path: Path, source: TimingSource) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=int, default=512, metavar="K", help="keys a query head attends to (default: 512)")
     add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
     add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
-    add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined (default: 2, or 4 for long contexts)")
-    add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (default: as many as the others)")
+    add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined, or auto (default)")
+    add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (default: auto has 1 for long contexts, else as the others)")
     add("--rows", default="auto", metavar="BY,BY", help="who brings K/V rows: gpu, cpu, both, or auto (default)")
     add("--gather-threads", type=int, metavar="N", help="threads of the CPU that gather rows (default: half the cores, at most 8)")
     add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
@@ -91,9 +92,9 @@ def _equal_error(args: argparse.Namespace) -> int:
         rows = equal_error(errors.iter_records(), steps.iter_records(), args.reference)
     for row in rows:
         console.say(
-            f"{row.step_context}: {row.label} (error {row.error:.4f}, at {row.error_context} tokens, k={row.error_k}) as "
-            f"{row.step_label} of {row.step_model}: {row.step_ms:.2f} ms, {row.ratio:.2f}x the speed of {row.reference} "
-            f"(error {row.reference_error:.4f})"
+            f"{row.step_context}, index {row.step_index}: {row.label} (error {row.error:.4f}, at {row.error_context} tokens, "
+            f"k={row.error_k}) as {row.step_label} of {row.step_model}, k={row.step_k}: {row.step_ms:.2f} ms, {row.ratio:.2f}x the speed "
+            f"of {row.reference} (error {row.reference_error:.4f})"
         )
     path = Path(args.output) / "equal_error.csv"
     write_table(path, rows)
@@ -135,7 +136,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.methods import parse_methods
     from fathom_eval.offload.bench.steps import Variant, with_rerank
     from fathom_eval.offload.cache import default_lanes
-    from fathom_eval.offload.gatherer import GATHERERS, default_rows
+    from fathom_eval.offload.gatherer import GATHERERS, check_gathered, default_rows
 
     contexts = numbers(args.contexts, "--contexts")
     specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
@@ -164,20 +165,23 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     facts, shape = sources[0].facts, sources[0].segment_shape()
 
     def variants(context: int, index: str) -> list[Variant]:
-        found = [
-            Variant(spec, args.k, batch, count, parts, default_rows(by, shape, spec.policy.rerank, parts, context, index), args.last_lane)
-            for batch in batches
-            for count in sessions
-            for parts in lanes or [default_lanes(batch, facts.kv_heads, context, index)]
-            for by in rows
-            for spec in specs
-        ]
+        found = []
+        for batch in batches:
+            auto, last = default_lanes(batch, facts.kv_heads, context, index)
+            for count, parts, by, spec in itertools.product(sessions, lanes or [auto], rows, specs):
+                who = default_rows(by, shape, spec.policy.rerank, parts, context, index)
+                heads = args.last_lane if lanes or args.last_lane else last
+                check_gathered(who, shape, spec.policy, parts)
+                _check_lanes(batch, facts.kv_heads, parts, heads)
+                found.append(Variant(spec, args.k, batch, count, parts, who, heads))
         return list(dict.fromkeys(found))
 
+    # Made before anything is opened or pinned: what cannot be shared or gathered is refused here.
+    tables = [{context: variants(context, source.index) for context in contexts} for source in sources]
     identity = {"spread": args.spread, "model": facts.model_fingerprint, "host_pages": args.host_pages}
     with _open(args, console, device, identity) as opened:
-        for source in sources:
-            _time_steps(args, console, device, opened, source, {context: variants(context, source.index) for context in contexts})
+        for source, table in zip(sources, tables, strict=True):
+            _time_steps(args, console, device, opened, source, table)
         return _finish(console, opened)
 
 
@@ -292,6 +296,16 @@ def _sources(
     ]
 
 
+def _check_lanes(batch: int, heads: int, lanes: int, last: int | None) -> None:
+    """Raise where a batch cannot be shared among lanes, with the flags that ask for it."""
+    from fathom_eval.offload.cache import lanes_of
+
+    try:
+        lanes_of(batch, heads, lanes, last)
+    except UserError as error:
+        raise UserError(f"--lanes {lanes} --batch {batch}{'' if last is None else f' --last-lane {last}'}: {error}") from None
+
+
 def _factors(text: str) -> list[float]:
     try:
         return sorted({float(word) for word in words(text, "--rerank")})
@@ -301,7 +315,8 @@ def _factors(text: str) -> list[float]:
 
 def _open(args: argparse.Namespace, console: Console, device: torch.device, identity: dict[str, Any]) -> Run:
     from fathom_eval.ruler import versions
-    from fathom_eval.run import Run, check_free_space, default_run_path
+    from fathom_eval.run import Run, default_run_path
+    from fathom_eval.run_files import check_free_space
 
     whole = {"benchmark": args.what, "device": device_name(str(device)), **identity}
     name = args.model if args.what == "step" else device.type

@@ -67,20 +67,24 @@ def lanes_of(rows: int, heads: int, count: int, last_heads: int | None = None) -
 
 
 LONG_SCAN = 2**19
-"""Tokens from which a scan over the link is long enough to hide what three more lanes launch."""
+"""Tokens from which a scan over the link is long enough to hide what more lanes launch."""
 
 
-def default_lanes(rows: int, heads: int, context: int, index: str) -> int:
-    """Lanes of a step where nobody says how many.
+def default_lanes(rows: int, heads: int, context: int, index: str) -> tuple[int, int | None]:
+    """Lanes of a step and KV heads of the last one, None for as many as the others have, where nobody says how many.
 
-    Each lane's top-k, union and rows run behind the scan of the next, and each adds launches. On an H200 at 1M tokens with the index in
-    host memory, four lanes took less time than two, and two less than one (``docs/runtime.md``). There, four; elsewhere, where the scan is
-    short, two; one where the work cannot be shared evenly.
+    Each lane's top-k, union and rows run behind the scan of the next, each adds launches, and what follows the last scan shows. On an H200
+    at 1M tokens with the index in host memory one session took the least time with three lanes, the last of one head
+    (``docs/runtime.md``). There, these; four even ones for several sessions; elsewhere, where the scan is short, two; one where the work
+    cannot be shared evenly.
     """
-    for count in (4, 2) if index == "host" and context >= LONG_SCAN else (2,):
+    long = index == "host" and context >= LONG_SCAN
+    if long and rows == 1 and heads >= 3:
+        return 3, 1
+    for count in (4, 2) if long else (2,):
         if rows % count == 0 or (count % rows == 0 and heads % (count // rows) == 0):
-            return count
-    return 1
+            return count, None
+    return 1, None
 
 
 @dataclass

@@ -139,6 +139,33 @@ def test_rows_of_the_cpu_are_a_variant_of_their_own(tmp_path: Path, capsys: pyte
     assert len([path for path in files.tables if path.name.startswith("steps-")]) == 6
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lanes", "3"], "--lanes 3 --batch 1: 1 sessions of 2 KV heads cannot be shared among 3 lanes"),
+        (["--batch", "2", "--lanes", "1"], ""),
+        (["--batch", "2", "--lanes", "3"], "--lanes 3 --batch 2: 2 sessions of 2 KV heads cannot be shared among 3 lanes"),
+        (["--last-lane", "2"], "--lanes 2 --batch 1 --last-lane 2: 1 sessions of 2 KV heads cannot be shared among 2 lanes"),
+    ],
+)
+def test_lanes_that_cannot_be_are_refused_before_memory_is_taken(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[SyntheticSource] = []
+
+    def build(source: SyntheticSource) -> None:
+        built.append(source)
+        raise UserError("built")
+
+    monkeypatch.setattr(SyntheticSource, "build", build)
+    command = [*TINY, "--methods", "fathom:basis=raw", *options, "--output", str(tmp_path / "run")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert (message or "built") in error
+    assert bool(built) == (not message)
+    assert (tmp_path / "run").exists() == (not message)
+
+
 def test_rows_that_nobody_gathered_are_the_reason_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +362,8 @@ def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None
         fidelity("fathom", "fathom budget=48", 28, 0.13),  # two windows, whose mean is 0.19
         fidelity("fathom", "fathom budget=64", 38, 0.1),
         fidelity("fathom", "fathom budget=32 rerank=2", 19, 0.18, rerank=2.0),
+        fidelity("fathom", "fathom budget=24 basis=klt attend=union", 19, 0.05, basis="klt", attend="union"),
+        fidelity("fathom", "fathom budget=64 basis=klt", 38, 0.09, basis="klt"),
         fidelity("sparq", "sparq r=D/8", 34, 0.21),
         fidelity("landmark", "landmark size=8", 128, 0.01),
     ]
@@ -353,9 +382,13 @@ def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None
     assert [(row.step_label, row.step_ms, row.ratio) for row in rows] == [
         ("double_sparsity c=32", 110, 1.0),
         ("fathom budget=32 rerank=2", 44, 2.5),
+        ("fathom budget=64 basis=raw", 70, 110 / 70),
     ]
+    assert [(row.windows, row.basis) for row in rows] == [(1, ""), (1, ""), (1, "klt")]
     write_table(tmp_path / "table.csv", rows)
-    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,256,fathom,fathom budget=32 rerank=2,0.18,")
+    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,256,1,fathom,,fathom budget=32 rerank=2,0.18,")
+    joint = step("fathom", "fathom budget=32 attend=union", 38, 30, options={"attend": "union"})
+    assert equal_error(errors, [*steps, joint], "double_sparsity c=D/4")[2].step_label == "fathom budget=32 attend=union"
     with pytest.raises(UserError, match="did you mean"):
         equal_error(errors, steps, "double_sparsity c=D/3")
     with pytest.raises(UserError, match="no step of the run"):

@@ -122,18 +122,20 @@ def test_lanes_share_all_heads(count: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "context", "index", "count"),
+    ("rows", "heads", "context", "index", "count", "last"),
     [
-        (1, 8, 2**20, "host", 4),
-        (1, 8, 2**18, "host", 2),
-        (1, 8, 2**20, "hbm", 2),
-        (2, 8, 2**20, "host", 4),
-        (4, 3, 2**20, "host", 4),
-        (1, 2, 2**20, "host", 2),
-        (3, 8, 2**20, "host", 1),
-        (1, 3, 2**17, "host", 1),
+        (1, 8, 2**20, "host", 3, 1),
+        (1, 8, 2**19, "host", 3, 1),
+        (1, 8, 2**18, "host", 2, None),
+        (1, 8, 2**20, "hbm", 2, None),
+        (2, 8, 2**20, "host", 4, None),
+        (4, 3, 2**20, "host", 4, None),
+        (1, 3, 2**20, "host", 3, 1),
+        (1, 2, 2**20, "host", 2, None),
+        (3, 8, 2**20, "host", 1, None),
+        (1, 3, 2**17, "host", 1, None),
     ],
 )
-def test_more_lanes_where_the_scan_is_long(rows: int, heads: int, context: int, index: str, count: int) -> None:
-    assert default_lanes(rows, heads, context, index) == count
-    assert len(lanes_of(rows, heads, count)) == count
+def test_more_lanes_where_the_scan_is_long(rows: int, heads: int, context: int, index: str, count: int, last: int | None) -> None:
+    assert default_lanes(rows, heads, context, index) == (count, last)
+    assert len(lanes_of(rows, heads, count, last)) == count

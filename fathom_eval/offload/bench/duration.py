@@ -10,13 +10,14 @@ from fathom_eval.offload.bench.sources import SyntheticSource
 from fathom_eval.offload.bench.steps import PROFILED, WARM_UP, Variant
 from fathom_eval.offload.bench.synthetic import ROW_BYTES
 
-PIN_AND_FILL = {"huge": 0.25, "small": 0.5}
-"""Seconds a GiB of host memory, ``pin_seconds`` and ``fill_seconds`` of ``reports/published/step-h200`` rounded up."""
+PIN_AND_FILL = {"huge": 0.4, "small": 0.5}
+"""Seconds a GiB of host memory, ``pin_seconds`` and ``fill_seconds`` of ``reports/published/step-h200`` rounded up: a GiB of many
+takes longer."""
 
 LINK, MEMORY, OVER_FLOOR = 55e9, 4e12, 1.5
 """Bytes a second of a PCIe 5 x16 link and of HBM, and a step's time over its floor from them."""
 
-START, A_CONTEXT, A_VARIANT = 20.0, 3.0, 2.0
+START, A_CONTEXT, A_VARIANT = 20.0, 3.0, 1.0
 """Seconds to make weights, compile and measure rates; to fit queries; to check, capture and profile a variant."""
 
 

@@ -1,7 +1,9 @@
 """Step times at equal attention error: errors of a fidelity run beside times of a step run.
 
 The models of the two runs differ as a rule: errors come from a model that was trained, times from random weights of a larger shape. A
-configuration of the one stands for one of the other where method and rerank are the same and the bits a token and channel agree.
+configuration of the one stands for one of the other where method, rerank and what a head attends to are the same and the bits a token and
+channel agree. Channels of the model stand for those of a basis too: synthetic keys are timed in the former alone, and what turns a query
+into a basis is not in the time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from fathom_eval.console import csv_safe
 from fathom_eval.errors import UserError, did_you_mean
-from fathom_eval.run import write_atomically
+from fathom_eval.run_files import write_atomically
 
 SAME_BITS = 0.06
 """Bits a channel may differ by so much, relative: blocks not yet full and the spread of plans over layers move them by a few per cent."""
@@ -25,21 +27,25 @@ SAME_BITS = 0.06
 
 @dataclass(frozen=True)
 class EqualError:
-    """One method's cheapest timed configuration whose error is no larger than the reference's.
+    """The cheapest timed configuration of one method and basis whose error is no larger than the reference's.
 
     Attributes:
         error_context, error_k: Of the fidelity run's cell.
+        windows: Of the fidelity run, that the error is a mean over.
+        basis: Of the keys in the fidelity run; empty for a method that has none.
         error, reference_error: ``error_dense``, means over windows.
         label, bits_a_channel: Of the configuration in the fidelity run; bits a token over head_dim.
         error_head_dim: Of the fidelity run's model.
-        step_context, step_label, step_ms: Of the step that stands for it.
+        step_context, step_index, step_label, step_ms: Of the step that stands for it.
         step_model, step_bits_a_channel: What was timed.
         ratio: The reference's time over this one's.
     """
 
     error_context: int
     error_k: int
+    windows: int
     method: str
+    basis: str
     label: str
     error: float
     reference: str
@@ -48,6 +54,7 @@ class EqualError:
     error_head_dim: int
     step_context: int
     step_k: int
+    step_index: str
     step_label: str
     step_model: str
     step_bits_a_channel: float
@@ -59,15 +66,18 @@ class EqualError:
 @dataclass(frozen=True)
 class _Configuration:
     method: str
+    basis: str
     rerank: float
+    attend: str
     label: str
+    windows: int
     bits: float
     error: float
     head_dim: int
 
 
 def equal_error(fidelity: Iterable[Mapping[str, Any]], steps: Iterable[Mapping[str, Any]], reference: str) -> list[EqualError]:
-    """Every method at the error of a reference.
+    """Every method, in each basis, at the error of a reference.
 
     Args:
         fidelity: Records of a fidelity run.
@@ -91,8 +101,9 @@ def equal_error(fidelity: Iterable[Mapping[str, Any]], steps: Iterable[Mapping[s
             base = _step_of(target, members)
             if base is None:
                 continue
-            for method in dict.fromkeys(one.method for one in cell):
-                reaching = [(one, _step_of(one, members)) for one in cell if one.method == method and one.error <= target.error]
+            for line in dict.fromkeys((one.method, one.basis) for one in cell):
+                own = [one for one in cell if (one.method, one.basis) == line and one.error <= target.error]
+                reaching = [(one, _step_of(one, members)) for one in own]
                 pairs = [(one, step) for one, step in reaching if step is not None]
                 if pairs:
                     best, step = min(pairs, key=lambda pair: _time(pair[1]))
@@ -119,9 +130,20 @@ def _cells(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], list[_
     cells: dict[tuple[int, int], list[_Configuration]] = {}
     for (context, k, label), members in gathered.items():
         first = members[0]
-        rerank = float(first["options"].get("rerank", 1))
+        options = first["options"]
         bits, error = (fmean(member[name] for member in members) for name in ("bits", "error_dense"))
-        cells.setdefault((context, k), []).append(_Configuration(first["method"], rerank, label, bits, error, first["head_dim"]))
+        found = _Configuration(
+            method=first["method"],
+            basis=str(options.get("basis", "")),
+            rerank=float(options.get("rerank", 1)),
+            attend=_attended(options),
+            label=label,
+            windows=len(members),
+            bits=bits,
+            error=error,
+            head_dim=first["head_dim"],
+        )
+        cells.setdefault((context, k), []).append(found)
     return cells
 
 
@@ -134,13 +156,19 @@ def _timed(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int, str, st
     return found
 
 
+def _attended(options: Mapping[str, Any]) -> str:
+    """What a head attends to: its own winners where nothing else is said."""
+    return str(options.get("attend", "own"))
+
+
 def _step_of(configuration: _Configuration, steps: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The fastest step that stands for a configuration."""
     density = configuration.bits / configuration.head_dim
     same = [
         step
         for step in steps
-        if (step["method"], float(step["rerank"])) == (configuration.method, configuration.rerank)
+        if (step["method"], float(step["rerank"]), _attended(step.get("options", {})))
+        == (configuration.method, configuration.rerank, configuration.attend)
         and math.isclose(step["scan_bits"] / step["head_dim"], density, rel_tol=SAME_BITS)
     ]
     return min(same, key=_time, default=None)
@@ -154,7 +182,9 @@ def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], tar
     return EqualError(
         error_context=context,
         error_k=k,
+        windows=one.windows,
         method=one.method,
+        basis=one.basis,
         label=one.label,
         error=one.error,
         reference=target.label,
@@ -163,6 +193,7 @@ def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], tar
         error_head_dim=one.head_dim,
         step_context=step["context"],
         step_k=step["k"],
+        step_index=step["index"],
         step_label=step["label"],
         step_model=step["model"],
         step_bits_a_channel=step["scan_bits"] / step["head_dim"],
