@@ -69,13 +69,14 @@ can also take shorter sessions, or some methods first and others later, at the p
 SEEN = """\
 ## What was measured
 
-{model} in bfloat16 on one {device}: the sessions of `reports/published/sessions-qwen-coder-90k`, of up to 256 new tokens a branch,
+{model} in bfloat16 on one {device}: five sessions of up to 256 new tokens a branch, \
+`reports/published/scale-h200/sessions.jsonl.gz`,
 
 {sessions}
 
 and a lock-step decode at {tokens} tokens of a model of that shape with random weights, `reports/published/scale-h200/lock-step.json`: \
 {alone} a step for dense attention alone, {together} for {branches} branches, of which the GPU computes {gpu}. The rest is the host, \
-which launches {launches} kernels a layer.
+which launches {launches} times a layer for {kernels} kernels, since scans are replayed as CUDA graphs.
 
 - **Memory** is predicted: prefix and stores were within {off} of the estimate.
 - **The prefill** ran at {prefill} (median of the sessions, all that a prefill does included; the first one compiles). The tables take \
@@ -84,7 +85,8 @@ this rate for larger models too, whose matrices use a GPU better: likely too slo
 `reports/published/kernels-h200`; and {host} of the host a layer. The tables take the larger of the two, with the factor of a model with \
 {heads} KV heads of {channels} channels and {branches} branches for models with 8 of 128 and 20 branches: this is an extrapolation.
 - **Stores** are counted, not measured: what is read and written of them once, at the copy rate.
-- No session of more than {longest} tokens, no model above 0.5 B and no second GPU was measured here."""
+- No session of more than {longest} tokens, no model above 0.5 B and no model spread over several GPUs was timed here; what one spread \
+over two gave is in `reports/published/several-gpus`."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def seen(sessions: Sequence[Session], step: LockStep, rates: Rates) -> str:
         gpu=f"{1e3 * step.gpu:.1f} ms",
         branches=len(step.branches),
         launches=f"{step.launches_a_layer:.0f}",
+        kernels=f"{step.kernels_a_layer:.0f}",
         off=f"{100 * off:.4f} %",
         prefill=f"{rates.operations_a_second / 1e12:.0f} TFLOP/s",
         factor=f"{rates.step_factor:.1f}",
@@ -312,7 +315,8 @@ def main() -> int:
         lengths = sorted(one.tokens for one in sessions)
         source = (
             f"**Times are extrapolated** from measurements of a small model at {lengths[0]:,} to {lengths[-1]:,} tokens (below) to these "
-            f"models and lengths. At {args.tflops:.0f} TFLOP/s, with steps that only read what they must, all would take "
+            "models and lengths: no session of one of these models was timed. "
+            f"At {args.tflops:.0f} TFLOP/s, with steps that only read what they must, all would take "
             f"{gpu_hours(plan, least, branches):,.0f} GPU hours: that is the lower bound. `benchmarks/scale.py` on a GPU replaces both."
         )
     print(text(plan, costs, branches, source, evidence), end="")

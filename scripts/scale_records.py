@@ -15,7 +15,7 @@ from fathom_eval.methods import parse_methods
 from fathom_eval.models import ModelFacts
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "reports" / "published"
-SESSIONS = PUBLISHED / "sessions-qwen-coder-90k"
+SESSIONS = PUBLISHED / "scale-h200" / "sessions.jsonl.gz"
 LOCK_STEP = PUBLISHED / "scale-h200" / "lock-step.json"
 SMALL = ModelFacts("Qwen2.5-Coder-0.5B", "qwen2", 24, 14, 2, 64, False, 131072, (), "bfloat16", "cuda:0", "", "")
 SMALL_PARAMETERS = 494_032_768
@@ -47,6 +47,7 @@ class LockStep:
     dense_gpu: float
     gpu: float
     launches_a_layer: float
+    kernels_a_layer: float
 
     @property
     def wall_a_layer(self) -> float:
@@ -60,9 +61,9 @@ def operations(layers: int, query_heads: int, head_dim: int, parameters: int, to
 
 
 def read_sessions() -> list[Session]:
-    """The published sessions, in the order in which they ran."""
+    """The timed sessions, in the order in which they ran."""
     samples: dict[int, list[dict[str, Any]]] = {}
-    with gzip.open(SESSIONS / "records.jsonl.gz", "rt", encoding="utf-8") as lines:
+    with gzip.open(SESSIONS, "rt", encoding="utf-8") as lines:
         for record in map(json.loads, lines):
             samples.setdefault(record["sample"], []).append(record)
     found = []
@@ -90,6 +91,7 @@ def read_lock_step() -> LockStep:
         dense["gpu_ms_a_step"] / 1e3,
         together["gpu_ms_a_step"] / 1e3,
         together["launches_a_layer"],
+        together["kernels_a_layer"],
     )
 
 

@@ -1,9 +1,12 @@
 """Run RULER on one GPU, with the model split over two, and with one model a GPU, all at the same time, and hold the results together.
 
     python3 -P scripts/several_devices.py --model smollm2 --haystack wiki.test.raw --output runs/several > several.json
+    python3 -P scripts/several_devices.py --compare-only runs/several --tests devices.xml > several.json
 
-Records are compared without what tells of the hour and the machine. Logits of every step of every branch are compared as well, also with
-the model as transformers splits it by ``device_map="auto"``. The exit code is 1 where something differs or a run fails.
+Records are compared without what tells of the hour and the machine, tables without the order of their rows, which is that in which workers
+end. Logits of every step of every branch are compared as well, also with the model as transformers splits it by ``device_map="auto"``.
+``--compare-only`` starts nothing and holds together what a folder of such runs has, unfinished ones too. The exit code is 1 where something
+differs or is missing, or a run fails.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,14 +96,68 @@ def compare(reference: Path, other: Path) -> dict[str, Any]:
         for name in names:
             if (apart := difference(mine.get(name), theirs.get(name))) is not None:
                 largest[name] = max(apart, largest.get(name, 0.0))
+    tables, others = tables_of(reference / "report"), tables_of(other / "report")
+    shared = sorted(tables.keys() & others.keys())
     return {
         "records": len(second),
         "missing": len(first.keys() ^ second.keys()),
         "equal": equal,
         "differing_fields": dict(sorted(differing.items())),
         "largest_differences": dict(sorted(largest.items())),
-        "tables_equal": tables_of(reference / "report") == tables_of(other / "report"),
+        "tables": len(others),
+        "tables_equal": tables.keys() == others.keys() and all(sorted(tables[name]) == sorted(others[name]) for name in shared),
+        "tables_in_another_order": [
+            name for name in shared if tables[name] != others[name] and sorted(tables[name]) == sorted(others[name])
+        ],
     }
+
+
+def compare_only(folder: Path, different: dict[str, list[str]]) -> dict[str, Any]:
+    """What the runs in a folder hold against the first of them, also where they were stopped.
+
+    Args:
+        different: As :func:`cases` gives it.
+
+    Raises:
+        SystemExit: The run on one device is missing or unfinished.
+    """
+
+    def samples(path: Path) -> int:
+        return len({(record["task"], record["context"], record["sample"]) for record in records(path)})
+
+    if not (folder / ONE / "manifest.json").exists():
+        raise SystemExit(f"{folder} holds no run named {ONE!r} to compare with")
+    manifest = json.loads((folder / ONE / "manifest.json").read_text(encoding="utf-8"))
+    settings = manifest["settings"]
+    asked = settings["limit"] * len(settings["tasks"]) * len(settings["context"])
+    if samples(folder / ONE) < asked:
+        raise SystemExit(f"{folder / ONE} is unfinished: it has {samples(folder / ONE)} of {asked} samples")
+    runs: list[dict[str, Any]] = []
+    for name, arguments in different.items():
+        path = folder / name
+        if (path / "manifest.json").exists():
+            device = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["device"]
+            held = {"name": name, "arguments": arguments, "device": device, "samples": samples(path), "of": asked}
+            runs.append(held | compare(folder / ONE, path))
+    return {
+        "versions": manifest["versions"],
+        "model": manifest["model"],
+        "dtype": manifest["dtype"],
+        "settings": settings,
+        "runs": runs,
+        "logits": [],
+        "records_equal": all(run["equal"] == run["records"] for run in runs),
+        "finished": len(runs) == len(different) and not any(run["missing"] for run in runs),
+    }
+
+
+def tests_of(junit: Path) -> list[dict[str, Any]]:
+    """Name, outcome and seconds of each test of a report of pytest."""
+    found = []
+    for case in ElementTree.parse(junit).iter("testcase"):
+        bad = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        found.append({"test": case.get("name"), "outcome": bad, "seconds": round(float(case.get("time", 0)), 1)})
+    return found
 
 
 def logits_of(loaded: LoadedModel, methods: str, k: int, prompt: Sequence[int]) -> torch.Tensor:
@@ -178,7 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="smollm2", help="as fathom-eval takes it (default: smollm2)")
     add("--haystack", default="python-docs", help="as fathom-eval takes it (default: python-docs)")
-    add("--output", type=Path, required=True, metavar="DIR", help="new folder for the runs")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--output", type=Path, metavar="DIR", help="new folder for the runs")
+    where.add_argument("--compare-only", type=Path, metavar="DIR", help="start nothing, and compare the runs that this folder has")
+    add("--tests", type=Path, metavar="XML", help="with --compare-only: pytest's report of tests/test_devices.py on that machine")
     add("--tasks", default="niah_single,vt", metavar="A,B")
     add("--methods", default=METHODS, metavar="A,B")
     add("--context", type=int, default=2048, metavar="N")
@@ -189,12 +250,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--each", default="cuda", metavar="DEVICE", help="what two workers are given (default: cuda, one each)")
     add("--auto", default="auto", metavar="MAP", help="device_map of transformers (default: auto)")
     args = parser.parse_args(argv)
+    different = cases(args.one, args.split, args.each)
+    if args.compare_only is not None:
+        found = compare_only(args.compare_only, different)
+        print(json.dumps(found | ({"tests": tests_of(args.tests)} if args.tests else {}), indent=2, ensure_ascii=False))
+        return int(not found["records_equal"] or not found["finished"])
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     args.output.mkdir(parents=True)
     names = ("model", "haystack", "tasks", "methods", "context", "k", "limit")
     common = ["--offline", "--dtype=float32", *(f"--{name}={getattr(args, name)}" for name in names)]
     began = time.monotonic()
-    different = cases(args.one, args.split, args.each)
     processes = {name: start(name, [*common, *arguments], args.output) for name, arguments in different.items()}
     logits = compare_logits(args)
     seen: dict[str, set[str]] = defaultdict(set)
@@ -208,16 +273,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         time.sleep(0.5)
     runs = []
     for name, process in processes.items():
-        found: dict[str, Any] = {"name": name, "arguments": different[name], "exit_code": process.returncode, "seconds": seconds[name]}
+        ran: dict[str, Any] = {"name": name, "arguments": different[name], "exit_code": process.returncode, "seconds": seconds[name]}
         log = (args.output / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         if process.returncode or processes[ONE].returncode:
-            found["said"] = log.splitlines()[-3:]
+            ran["said"] = log.splitlines()[-3:]
         else:
-            found["device"] = json.loads((args.output / name / "manifest.json").read_text(encoding="utf-8"))["device"]
-            found |= compare(args.output / ONE, args.output / name)
+            ran["device"] = json.loads((args.output / name / "manifest.json").read_text(encoding="utf-8"))["device"]
+            ran |= compare(args.output / ONE, args.output / name)
         pids = sorted({str(process.pid), *re.findall(r"worker \d+ \(process (\d+)", log)})
-        found["gpus_of_processes"] = [len(seen[pid]) for pid in pids if pid in seen]
-        runs.append(found)
+        ran["gpus_of_processes"] = [len(seen[pid]) for pid in pids if pid in seen]
+        runs.append(ran)
     equal = all(not run["exit_code"] and run.get("equal") == run.get("records") and not run["missing"] for run in runs)
     print(json.dumps({**machine(), "settings": common, "runs": runs, "logits": logits, "records_equal": equal}, indent=2))
     return int(not equal or not all(line["bit_equal"] for line in logits))

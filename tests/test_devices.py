@@ -15,6 +15,7 @@ from fathom_eval.calibration import QueryStatistics
 from fathom_eval.decode import decode
 from fathom_eval.devices import resolve_devices
 from fathom_eval.errors import UserError
+from fathom_eval.fingerprints import fingerprint_model
 from fathom_eval.memory import MemoryEstimate, check_memory
 from fathom_eval.methods import parse_methods
 from fathom_eval.models import LoadedModel, describe_model
@@ -99,6 +100,26 @@ def test_branches_give_the_same_where_layers_lie_on_two_devices() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     for name, values in vars(whole.counts).items():
         assert torch.equal(counts[name].nan_to_num(-1), values.nan_to_num(-1)), name
+
+
+class _Spread(torch.nn.Module):
+    """A model whose tensors claim to lie on two devices, or on none in particular."""
+
+    def __init__(self, loaded: LoadedModel, spread: bool) -> None:
+        super().__init__()
+        self.config, self._loaded, self._spread = loaded.model.config, loaded, spread
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = self._loaded.model.state_dict()
+        return {name: claim(tensor, place % 2) if self._spread else tensor for place, (name, tensor) in enumerate(sorted(tensors.items()))}
+
+
+@torch.inference_mode()
+def test_a_model_on_two_devices_has_the_fingerprint_that_it_has_on_one() -> None:
+    expected = model().facts.model_fingerprint
+    assert fingerprint_model(_Spread(model(), spread=False)) == expected
+    with claimed_devices():
+        assert fingerprint_model(_Spread(model(), spread=True)) == expected
 
 
 def test_what_mixes_devices_is_found() -> None:

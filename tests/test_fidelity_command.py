@@ -26,6 +26,7 @@ from fathom_eval.reads import Reads
 from fathom_eval.run import Run
 from fathom_eval.stores import StoreSpec
 from fathom_eval.tasks.haystack import Haystack
+from tests.sessions.rows import chat_messages, rebench_row, write_jsonl
 from tests.tiny import save_tiny, tiny_tokenizer
 
 
@@ -336,6 +337,33 @@ def test_windows_of_agent_sessions(arguments: Callable[..., list[str]], tmp_path
     assert len({record["session"] for record in found}) == 2
     assert all(record["repo"].startswith("fathom-examples/") for record in found)
     assert "trajectories_sha256" in Run.load(tmp_path / "agents").manifest["identity"]
+
+
+def test_windows_are_cut_from_trajectories_that_are_all_much_longer(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = []
+    for number in range(5):
+        messages = chat_messages(4)
+        # The first step that could be a target comes after far more than 1.25 times the context.
+        messages[1]["content"] = " ".join(f"Fault {number} is seen at line {line}." for line in range(60))
+        rows.append(rebench_row(messages, trajectory_id=f"t{number}", repo="owner/project"))
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def windows_of(count: int, output: str, context: int = 300) -> dict[int, str]:
+        command = arguments(windows=count, methods="exact", k=64, context=context, output=tmp_path / output)
+        assert cli.main([*(word for word in command if not word.startswith("--haystack")), f"--trajectories={source}"]) == 0
+        return {record["sample"]: record["session"] for record in Run.load(tmp_path / output).records()}
+
+    two, three = windows_of(2, "two"), windows_of(3, "three")
+    assert len(set(three.values())) == 3
+    assert two == {sample: session for sample, session in three.items() if sample < 2}
+    identities = [Run.load(tmp_path / output).manifest["identity"] for output in ("two", "three")]
+    assert identities[0] == identities[1]
+    assert identities[0]["cut_from_longer"] == [300]
+    assert windows_of(3, "two") == three, "more windows can be added to a run"
+    windows_of(1, "fits", context=1900)
+    assert "cut_from_longer" not in Run.load(tmp_path / "fits").manifest["identity"]
 
 
 def test_a_text_and_trajectories_exclude_each_other(

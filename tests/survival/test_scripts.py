@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -34,7 +36,7 @@ def script(name: str) -> ModuleType:
 
 
 def test_a_fit_finds_what_made_the_points() -> None:
-    fit = script("scale_measured").fit
+    fit = script("scale_plan").scale_measured.fit
     for linear, square in ((3e-5, 2e-10), (1e-4, 0.0), (0.0, 5e-9)):
         points = [(n, linear * n + square * n**2) for n in (16384, 32768, 65536, 131072)]
         assert fit(points, (1, 2))(2**20) == pytest.approx(linear * 2**20 + square * 2**40, rel=1e-6)
@@ -82,6 +84,7 @@ def test_what_was_measured_is_read_from_the_published_runs() -> None:
     assert all(one.prefill < one.decoding and one.held < one.peak for one in sessions)
     assert len(step.branches) == 12
     assert 0 < step.dense_gpu < step.gpu < step.wall
+    assert step.launches_a_layer < step.kernels_a_layer, "scans are replayed as graphs"
     rates = sorted(module.prefill_rate([one]) for one in sessions)
     assert rates[0] < module.prefill_rate(sessions) < rates[-1]
 
@@ -128,12 +131,96 @@ def test_the_last_run_of_a_combination_is_the_one_that_counts() -> None:
     assert module.read_counts(xml) == {"passed": 3, "failed": 3, "skipped": 3}
 
 
+def test_the_published_runs_on_several_gpus_are_what_the_script_and_the_page_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, published = script("several_devices"), ROOT / "reports" / "published" / "several-gpus"
+    for packed in published.glob("runs/*/records.jsonl.gz"):
+        folder = tmp_path / packed.parent.name
+        folder.mkdir()
+        shutil.copy(packed.with_name("manifest.json"), folder)
+        (folder / RECORDS).write_bytes(gzip.decompress(packed.read_bytes()))
+    assert module.main([f"--compare-only={tmp_path}"]) == 1, "two of the runs were stopped"
+    found, recorded = json.loads(capsys.readouterr().out), json.loads((published / "several-gpus.json").read_text(encoding="utf-8"))
+    tests = recorded.pop("tests")
+    assert {test["outcome"] for test in tests} == {"passed"}
+    # The runs' tables are not published.
+    without = [{name: value for name, value in run.items() if not name.startswith("tables")} for run in recorded["runs"]]
+    assert [{name: value for name, value in run.items() if not name.startswith("tables")} for run in found["runs"]] == without
+    assert {name: value for name, value in found.items() if name != "runs"} == {
+        name: value for name, value in recorded.items() if name != "runs"
+    }
+    runs = {run["name"]: run for run in recorded["runs"]}
+    readme, page = ((path).read_text(encoding="utf-8") for path in (published / "README.md", ROOT / "docs" / "durability.md"))
+    for name, run in runs.items():
+        if name != module.ONE:
+            counts = (f"{run['samples']} of {run['of']}", f"{run['equal']} of {run['records']}")
+            stopped = ", stopped" if run["missing"] else ""
+            [line] = [line for line in readme.splitlines() if line.startswith(f"| {name} |")]
+            assert f"| {counts[0]}{stopped} | {counts[1]} |" in line
+            assert ("none written" in line) == (run["tables"] == 0) == (not run["tables_equal"])
+    assert f"all {len(tests)} passed" in readme
+    assert f"| {runs['each']['equal']} of {runs['each']['records']} records and all tables equal to one GPU's |" in page
+    for name in ("split", "split, two copies"):
+        run = runs[name]
+        assert re.search(rf"after {run['samples']} of {run['of']} samples: (its|their) {run['equal']} records equal to one GPU's", page)
+    assert recorded["logits"] == []
+    assert '| logits, and `device_map="auto"` on two GPUs | **not run** |' in page
+
+
+def test_what_is_no_complete_run_to_compare_with_is_said(ruler: Arguments, tmp_path: Path) -> None:
+    module = script("several_devices")
+    with pytest.raises(SystemExit, match="holds no run named 'one'"):
+        module.main([f"--compare-only={tmp_path}"])
+    assert main(ruler("one", limit=2)) == 0
+    path = tmp_path / "one" / RECORDS
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["sample"] == 0))
+    with pytest.raises(SystemExit, match="is unfinished: it has 1 of 2 samples"):
+        module.main([f"--compare-only={tmp_path}"])
+
+
+def test_the_published_times_at_90_000_tokens_are_those_of_their_logs() -> None:
+    folder = ROOT / "reports" / "published" / "scale-h200"
+    found, log = (
+        json.loads((folder / "fidelity-90k.json").read_text(encoding="utf-8")),
+        (folder / "fidelity-90k.log").read_text(encoding="utf-8"),
+    )
+    seconds = found["seconds"]
+    assert (len(found["methods"]), found["positions"], found["context"], found["failures"]) == (25, 128, 90112, [])
+    marks = {
+        f"[{seconds['model loaded, from the start of the process']:6.1f} s] model loaded",
+        f"[{seconds['report written, from the start of the process']:6.1f} s] exit 0",
+    }
+    assert marks < set(log.splitlines())
+    assert f"measured in {seconds['window']} s; failures: []" in log
+    assert f"seconds a layer: {seconds['layers']} peak {found['peak_gpu_gib']} GiB" in log
+    assert seconds["window"] == pytest.approx(seconds["prefill of the window"] + sum(seconds["layers"]), abs=0.5)
+    readme = " ".join((folder / "README.md").read_text(encoding="utf-8").split())
+    assert f"the prefill {seconds['prefill of the window']} s and the 24 layers {sum(seconds['layers']):.1f} s" in readme
+    assert f"{seconds['report written, from the start of the process']} s from the start of the process to the written report" in readme
+    ratio = json.loads((folder / "lock-step.json").read_text(encoding="utf-8"))["ratio"]
+    assert (
+        f"took {ratio['median']:.2f} times as long as dense attention alone ({ratio['low']:.2f} to {ratio['high']:.2f}, five turns)"
+        in readme
+    )
+    assert all(line.startswith("ok") for line in (folder / "graph-checks.log").read_text(encoding="utf-8").splitlines()[1:-1])
+
+
 def test_runs_on_several_devices_are_held_together(ruler: Arguments, tmp_path: Path) -> None:
     module = script("several_devices")
     assert main(ruler("one", limit=1)) == 0
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     found = module.compare(tmp_path / "one", tmp_path / "other")
     assert (found["records"], found["equal"], found["missing"], found["tables_equal"]) == (5, 5, 0, True)
+    table = tmp_path / "other" / "report" / "samples.csv"
+    head, first, *rest = table.read_text().splitlines(keepends=True)
+    table.write_text("".join([head, *rest, first]))
+    found = module.compare(tmp_path / "one", tmp_path / "other")
+    assert (found["tables_equal"], found["tables_in_another_order"]) == (True, ["samples.csv"])
+    table.write_text("".join([head, *rest]))
+    found = module.compare(tmp_path / "one", tmp_path / "other")
+    assert (found["tables_equal"], found["tables_in_another_order"]) == (False, [])
     path = tmp_path / "other" / RECORDS
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     changed = next(line for line in lines if line.get("method") == "sparq")
