@@ -49,6 +49,16 @@ def last_settings(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
+def asked_for(manifest: Mapping[str, Any], setting: str) -> list[str]:
+    """What all starts of the run listed under a setting, each once, in the order in which it was first asked for."""
+    found: dict[str, None] = {}
+    for start in _starts(manifest) or [manifest]:
+        settings = start.get("settings")
+        listed = settings.get(setting) if isinstance(settings, Mapping) else None
+        found.update(dict.fromkeys(printable(one) for one in listed) if isinstance(listed, list) else {})
+    return list(found)
+
+
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted name, text) of every leaf of a JSON value."""
     if isinstance(value, Mapping) and value:

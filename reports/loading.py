@@ -38,6 +38,8 @@ _TIMING_KINDS = frozenset(
     }
 )
 _MAX_LINE = 1 << 20
+_MOST_UNPACKED, _LEAST_LIMIT = 200, 1 << 26
+"""How many times its size a packed file may hold, and a number of bytes that any may: records hold 10 to 30 times, a bomb 1,000 times."""
 _REPORT_FILES = ("report.html", "results.csv", "results.md")
 
 
@@ -122,8 +124,8 @@ def _records(path: Path, stack: ExitStack) -> Records:
             return _read_lines(files)
     if path.is_dir() and not (path / RECORDS).exists():
         if (path / PACKED).is_file() and (path / MANIFEST).is_file():
-            path = _unpacked(path, path / PACKED, stack)
-        elif made := [name for name in _REPORT_FILES if (path / name).is_file()]:
+            return _load_packed(path, path / PACKED, stack)
+        if made := [name for name in _REPORT_FILES if (path / name).is_file()]:
             missing = [name for name in (MANIFEST, f"{RECORDS} (or {PACKED})") if not (path / name.split(" ")[0]).exists()]
             raise UserError(
                 f"{path} holds a report ({', '.join(made)}) without the records that it was made of: "
@@ -132,23 +134,42 @@ def _records(path: Path, stack: ExitStack) -> Records:
     return Run.load(path)
 
 
-def _unpacked(path: Path, packed: Path, stack: ExitStack) -> Path:
+def _load_packed(path: Path, packed: Path, stack: ExitStack) -> Run:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fathom-eval-"))) / path.resolve().name
     try:
         folder.mkdir()
         shutil.copyfile(path / MANIFEST, folder / MANIFEST)
-        with gzip.open(packed, "rb") as source, (folder / RECORDS).open("wb") as target:
-            shutil.copyfileobj(source, target)
+        with (folder / RECORDS).open("wb") as target:
+            target.writelines(_unpacked(packed))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{packed} cannot be unpacked: {error}") from error
-    return folder
+    # A report names the files that it was made of, not where they lay for a while.
+    try:
+        run = Run.load(folder)
+    except UserError as error:
+        raise UserError(str(error).replace(str(folder), str(path))) from error
+    run.problems = [problem.replace(str(folder / RECORDS), str(packed)) for problem in run.problems]
+    return run
+
+
+def _unpacked(file: Path) -> Iterator[bytes]:
+    """The content of a packed file, part by part. Raises UserError where it is far more than records can be."""
+    limit, total = max(_LEAST_LIMIT, _MOST_UNPACKED * file.stat().st_size), 0
+    with gzip.open(file, "rb") as source:
+        while part := source.read(_MAX_LINE):
+            total += len(part)
+            if total > limit:
+                raise UserError(
+                    f"{file} holds over {_MOST_UNPACKED} times its own size, which records do not; unpack it to read it all the same"
+                )
+            yield part
 
 
 def _read_lines(files: Sequence[Path]) -> LineRecords:
     found = LineRecords([])
     for file in files:
         try:
-            content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+            content = b"".join(_unpacked(file)) if file.suffix == ".gz" else file.read_bytes()
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         text = content.decode("utf-8", errors="replace")

@@ -61,6 +61,7 @@ class Step:
     failed: bool
     bits: float | None
     rows: float | None
+    rescored: float | None
     tokens: tuple[int, ...]
     session_id: str = ""
 
@@ -93,6 +94,7 @@ class SessionCell:
     valid_calls: float | None
     bits: float | None
     rows: float | None
+    rescored: float | None
     against_baseline: Comparison | None
 
 
@@ -197,6 +199,7 @@ def _dense_at(dense: Step, exact: Step | None) -> Step:
         failed=dense.failed,
         bits=None,
         rows=dense.rows,
+        rescored=dense.rescored,
         tokens=dense.tokens,
         session_id=dense.session_id,
     )
@@ -224,6 +227,7 @@ def _cell(
         valid_calls=fmean(calls) if calls else None,
         bits=_mean(members, lambda step: step.bits),
         rows=_mean(members, lambda step: step.rows),
+        rescored=_mean(members, lambda step: step.rescored),
         against_baseline=against,
     )
 
@@ -273,6 +277,7 @@ def _step(record: Mapping[str, Any]) -> Step:
         failed=record["finish"] == "error",
         bits=_number(record.get("bits")),
         rows=_number(record.get("rows")),
+        rescored=_number(record.get("candidate_rows")),
         tokens=tuple(record["token_ids"]),
         session_id=printable(record.get("session_id") or ""),
     )

@@ -165,10 +165,17 @@ def session_remarks(source: SessionSource) -> list[Remark]:
     if source.scripted:
         text = "The trajectories are scripted: no model wrote the recorded steps. They show how the command works, not how methods do."
         found.append(Remark(text, grave=True))
-    floor = [f"{cell.method.label} {number(cell.agreement)}" for cell in source.cells if cell.method.role is Role.NOISE and cell.agreement]
-    if floor:
-        text = f"Noise floor, agreement of a branch with itself in another batch: {join(list(dict.fromkeys(floor)))}."
-        found.append(Remark(text))
+    floor: dict[str, dict[int | None, str]] = {}
+    for cell in source.cells:
+        if cell.method.role is Role.NOISE and cell.agreement:
+            floor.setdefault(cell.method.label, {})[cell.k] = number(cell.agreement)
+    named: list[str] = []
+    for label, values in floor.items():
+        # Dense attention has no k and says the same at each.
+        alike = len(set(values.values())) == 1
+        named += [f"{label} {next(iter(values.values()))}"] if alike else [f"{label} {value} at k = {k:,}" for k, value in values.items()]
+    if named:
+        found.append(Remark(f"Noise floor, agreement of a branch with itself in another batch: {join(named)}."))
     if source.sessions < MINIMUM_PAIRS:
         found.append(Remark(f"{count(source.sessions, 'session')}: fewer than {MINIMUM_PAIRS} separate no two methods."))
     failed = sum(step.failed for step in source.steps)
@@ -206,7 +213,14 @@ def answer(source: SessionSource) -> str:
         best = max(scans, key=lambda cell: cell.agreement or 0.0)
         error = "" if best.standard_error is None else f" ± {number(best.standard_error)}"
         bits = "" if best.bits is None else f" at {number(best.bits, 0)} bits"
+        # Keys that a rerank fetches are no bits of the scan.
+        bits += " and the keys that it rescores" if bits and " rerank=" in best.method.label else ""
         text = f"At k = {k:,} {best.method.label} agrees most with exact top-k, {number(best.agreement)}{error}{bits}."
+        beside = [pair for pair in source.pairs if pair.k == k and best.method in (pair.method, pair.other)]
+        beside = [pair for pair in beside if {pair.method.role, pair.other.role} == {Role.SCAN}]
+        apart = sum(pair.comparison.above or pair.comparison.below for pair in beside)
+        if apart < len(beside):
+            text += f" It separates from {apart} of the {count(len(beside), 'other scan')} by these sessions."
         compared = [(cell, cell.against_baseline) for cell in scans if cell.against_baseline is not None]
         above = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.above]
         below = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.below]

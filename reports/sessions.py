@@ -156,12 +156,16 @@ def _origin(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) 
 
 
 def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell]) -> Table:
+    # Keys that a rerank reads are no scan bits, and a table that left them out would show it for nothing.
+    rescores = any(cell.rescored for cell in cells)
     columns = (
         Column("method"),
         Column("agreement with exact top-k"),
         Column(f"minus {source.baseline or 'baseline'}", "wins / ties / losses"),
         Column("bits"),
-        *map(Column, ("exact match", "first difference", "with dense", "with recorded", "valid calls", "rows", "sessions")),
+        *map(Column, ("exact match", "first difference", "with dense", "with recorded", "valid calls", "rows")),
+        *([Column("keys rescored")] if rescores else []),
+        Column("sessions"),
     )
     rows = []
     for cell in cells:
@@ -182,6 +186,7 @@ def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell
             entry(cell.agreement_recorded),
             entry(cell.valid_calls, 2),
             entry(cell.rows, 1),
+            *([entry(cell.rescored, 1) if cell.rescored else Entry()] if rescores else []),
             Entry(f"{cell.sessions}", cell.sessions),
         )
         rows.append(Row(entries, control=role is not Role.SCAN))
@@ -308,6 +313,7 @@ def results_frame(source: SessionSource) -> pd.DataFrame:
                 "valid_tool_calls": cell.valid_calls,
                 "bits": cell.bits,
                 "rows": cell.rows,
+                "candidate_rows": cell.rescored,
                 "failures": cell.failures,
                 "expected_sessions": cell.expected,
             }

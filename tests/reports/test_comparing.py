@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,9 +130,31 @@ def test_packed_records_of_a_published_run(make_records: MakeRecords, write_run:
     (run / RECORDS).unlink()
     packed = build_report([run], tmp_path / "again")
     assert packed.csv.read_bytes() == plain.csv.read_bytes()
+    damaged = gzip.decompress((run / f"{RECORDS}.gz").read_bytes()).replace(b"\n", b"\n{broken\n", 1)
+    (run / f"{RECORDS}.gz").write_bytes(gzip.compress(damaged))
+    [warning] = build_report([run], tmp_path / "again").warnings
+    assert warning.startswith(f"packed: {run / RECORDS}.gz: line 2 is damaged"), "not where it was unpacked to"
+    (run / "manifest.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match=f"^{re.escape(str(run / 'manifest.json'))} is not the manifest of a run"):
+        build_report([run], tmp_path / "again")
     (run / f"{RECORDS}.gz").write_bytes(b"not gzip")
     with pytest.raises(UserError, match="cannot be unpacked"):
         build_report([run], tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", [f"{RECORDS}.gz", "steps.jsonl.gz"])
+def test_a_packed_file_that_holds_far_more_than_records_can_is_refused(
+    name: str, make_records: MakeRecords, write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fathom_eval.reports.loading._LEAST_LIMIT", 1 << 20)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    run = write_run(make_records(tasks=("vt",), samples=1), name="packed")
+    (run / RECORDS).unlink()
+    (run / name).write_bytes(gzip.compress(bytes(1 << 24)))
+    with pytest.raises(UserError, match=f"{name} holds over 200 times its own size"):
+        build_report([run if name.startswith(RECORDS) else run / name], tmp_path / "out")
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_stale_files_of_an_earlier_report_go_and_others_stay(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:

@@ -96,6 +96,32 @@ def test_failures_are_in_no_mean_and_old_versions_left_out() -> None:
     assert notes == ["8 records of older versions of methods are left out"]
 
 
+def test_the_answer_says_what_the_best_scan_separates_from_and_that_a_rerank_reads_keys(write: Callable[..., Path], tmp_path: Path) -> None:
+    records = step_records()
+    build_report([write(records, "plain")], tmp_path / "plain")
+    assert "It separates from" not in (tmp_path / "plain" / "results.md").read_text(encoding="utf-8"), "from all of them"
+    for record in records:
+        record["label"] = record["label"].replace("budget=48", "budget=48 rerank=2.0")
+        if record["method"] == "landmark":
+            record["score"] = record["agreement_exact"] = (
+                0.75 + record["sample"] % 2 / 50
+            )  # 0.76 in the mean, where the best scan has 0.775
+    build_report([write(records, "reranked")], tmp_path / "reranked")
+    text = (tmp_path / "reranked" / "results.md").read_text(encoding="utf-8")
+    assert "at 28 bits and the keys that it rescores. It separates from 1 of the 2 other scans by these sessions." in text
+    assert "keys rescored" not in text, "none of these records counts any"
+    for record in records:
+        record["candidate_rows"] = 321.25 if "rerank" in record["label"] else 0.0
+    build_report([write(records, "counted")], tmp_path / "counted")
+    text = (tmp_path / "counted" / "results.md").read_text(encoding="utf-8")
+    head, _, *rows = [line.split("|") for line in text.splitlines() if line.startswith("|")][: 2 + 7]
+    column = [name.strip() for name in head].index("keys rescored")
+    shown = {row[1].strip(): row[column].strip() for row in rows}
+    assert any(shown.values())
+    assert {label: cell for label, cell in shown.items() if cell} == {label: "321.2" for label in shown if "rerank" in label}
+    assert "321.25" in (tmp_path / "counted" / "results.csv").read_text(encoding="utf-8")
+
+
 def steps_of(page: Page) -> list[dict[str, Any]]:
     """What the page's script is given to show."""
     [shown] = [json.loads(text) for attributes, text in page.scripts if attributes.get("type") == "application/json"]
@@ -120,7 +146,7 @@ def test_files_of_a_report(write: Callable[..., Path], tmp_path: Path) -> None:
     [session, *_] = steps_of(page)
     assert [at["k"] for at in session["steps"]] == ["k = 512", "k = 2,048"]
     assert "fathom budget=48" in [method["label"] for method in session["steps"][0]["methods"]]
-    assert "Noise floor" in page.text
+    assert "Noise floor, agreement of a branch with itself in another batch: dense, alone 0.950 and exact, alone 1.000." in page.words
     assert "At k = 512 fathom budget=48 agrees most with exact top-k, 0.775 ± 0.037 at 28 bits." in page.words
     again = build_report([tmp_path / "first"], tmp_path / "again")
     for one in written:
