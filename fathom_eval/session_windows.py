@@ -12,11 +12,12 @@ from fathom_eval.session_data import SessionData, SourceSettings, prepare_sessio
 
 _SLACKS = (1.25, 20.0)
 """A session is cut to the context from at most so much more, so that trajectories can be joined to it. Where all trajectories are longer
-than that, as with a short context, windows are the beginnings of longer sessions. Not a matter of how many windows are asked for."""
+than that, as with a short context, windows are the ends of longer sessions, since sessions begin alike. Not a matter of how many windows are
+asked for."""
 
 
 class SessionWindows:
-    """The first ``context`` tokens of agent sessions, each of trajectories of one repository, rendered as recorded.
+    """``context`` tokens of agent sessions, each of trajectories of one repository, rendered as recorded: the first of sessions about as long.
 
     Args:
         loaded: Its tokenizer encodes, and its chat template renders where it takes tools.
@@ -32,16 +33,22 @@ class SessionWindows:
         """What decides which tokens a window holds; known once a context has been checked."""
         data = next(iter(self._data.values()))
         found = {name: value for name, value in data.identity.items() if name != "session_tokens"}
-        longer = sorted(context for context, held in self._data.items() if held.high > context * _SLACKS[0])
-        return {**found, "cut_from_longer": longer} if longer else found
+        longer = sorted(context for context, held in self._data.items() if _is_cut(held, context))
+        return {**found, "ends_of_longer": longer} if longer else found
 
     def check(self, context: int, windows: int) -> None:
-        """Raise :class:`UserError` unless the trajectories give so many sessions of that length."""
+        """Raise :class:`UserError` unless the trajectories give so many sessions of that length, with different beginnings."""
         found = len(self._sessions(context, windows).sessions)
         if found < windows:
             raise UserError(
                 f"{windows} windows of {context:,} tokens need as many sessions; {self._source.name} gives {found}: take fewer windows, "
                 "a shorter context or more trajectories"
+            )
+        different = len({tuple(self.token_ids(context, index)) for index in range(windows)})
+        if different < windows:
+            raise UserError(
+                f"{windows} windows of {context:,} tokens are {different} different ones, since sessions of {self._source.name} begin alike: "
+                "take a longer context or fewer windows"
             )
 
     def origin(self, context: int, index: int) -> dict[str, Any]:
@@ -51,7 +58,9 @@ class SessionWindows:
 
     def token_ids(self, context: int, index: int) -> list[int]:
         """The ``context`` ids of a window."""
-        return self._sessions(context, index + 1).sessions[index].prompt_ids[:context]
+        held = self._sessions(context, index + 1)
+        found = held.sessions[index].prompt_ids
+        return found[-context:] if _is_cut(held, context) else found[:context]
 
     def _sessions(self, context: int, count: int) -> SessionData:
         held = self._data.get(context)
@@ -68,3 +77,7 @@ class SessionWindows:
                 if slack == _SLACKS[-1]:
                     raise
         raise AssertionError("unreachable")
+
+
+def _is_cut(held: SessionData, context: int) -> bool:
+    return held.high > context * _SLACKS[0]

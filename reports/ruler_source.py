@@ -10,7 +10,7 @@ from functools import cached_property
 from fathom_eval.errors import UserError
 from fathom_eval.reports.absent import absent_words
 from fathom_eval.reports.cells import Cell, Point, Role, compute_cells, compute_overview, read_points, tasks_of
-from fathom_eval.reports.facts import devices_of, haystack_of, last_settings, model_of
+from fathom_eval.reports.facts import asked_for, devices_of, haystack_of, last_settings, model_of
 from fathom_eval.reports.gaps import NOUNS, Gap, Half, gaps, half_written, planned
 from fathom_eval.reports.gaps import Cell as GapCell
 from fathom_eval.reports.impossible import impossible_notes
@@ -121,6 +121,9 @@ def ruler_source(loaded: Loaded) -> Source:
     points, remarks = read_points(loaded.records.iter_records())
     if not points:
         raise UserError(f"{loaded.path} holds no record of kind 'ruler': {'; '.join(remarks)}")
+    # Records lie in the order in which workers finished them; a table has its tasks in the order in which they were asked for.
+    order = {task: place for place, task in enumerate(asked_for(loaded.records.manifest, "tasks"))}
+    points = sorted(points, key=lambda point: order.get(point.task, len(order)))
     return Source(loaded.name, loaded.records, points, [*remarks, *impossible_notes(last_settings(loaded.records.manifest))])
 
 

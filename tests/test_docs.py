@@ -25,11 +25,12 @@ def errors(metric: str = "error_dense") -> dict[str, tuple[float, float]]:
 
 def test_the_fidelity_table_is_the_published_runs() -> None:
     published = (FIDELITY / "results.md").read_text(encoding="utf-8").split("### 4,096 tokens, k = 128")[1].splitlines()
-    table = [line for line in (ROOT / "docs/fidelity.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    document = (ROOT / "docs/fidelity.md").read_text(encoding="utf-8").split("## At 32k and 90k tokens")[0]
+    table = [line for line in document.splitlines() if line.startswith("|")]
     start = published.index(table[0])
     assert published[start : start + len(table)] == table
     assert not published[start + len(table)].startswith("|")
-    assert len(table) == 2 + 42
+    assert len(table) == 55
 
 
 def test_what_the_fidelity_document_says_of_its_table() -> None:

@@ -360,10 +360,10 @@ def test_windows_are_cut_from_trajectories_that_are_all_much_longer(
     assert two == {sample: session for sample, session in three.items() if sample < 2}
     identities = [Run.load(tmp_path / output).manifest["identity"] for output in ("two", "three")]
     assert identities[0] == identities[1]
-    assert identities[0]["cut_from_longer"] == [300]
+    assert identities[0]["ends_of_longer"] == [300]
     assert windows_of(3, "two") == three, "more windows can be added to a run"
     windows_of(1, "fits", context=1900)
-    assert "cut_from_longer" not in Run.load(tmp_path / "fits").manifest["identity"]
+    assert "ends_of_longer" not in Run.load(tmp_path / "fits").manifest["identity"]
 
 
 def test_a_text_and_trajectories_exclude_each_other(

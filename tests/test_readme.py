@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
@@ -22,6 +23,26 @@ def test_the_result_table_is_the_published_runs() -> None:
     table = [line for line in section.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 14
     assert [line for line in README.splitlines() if line.startswith("|")] == table
+
+
+def test_what_is_said_of_the_result_table() -> None:
+    with (ROOT / "reports/published/ruler-smollm2-2048/overview.csv").open(encoding="utf-8") as file:
+        scans = [one for one in csv.DictReader(file) if one["minus_exact_top_k"]]
+    below = {k: {one["method"] for one in scans if one["k"] == k and float(one["minus_exact_top_k_high"]) < 0} for k in ("64", "128")}
+    above = {k: {one["method"] for one in scans if one["k"] == k and float(one["minus_exact_top_k_low"]) > 0} for k in ("64", "128")}
+    pair = {"landmark size=8", "double_sparsity c=D/4"}
+    assert below == {"64": pair | {"sparq r=D/8", "thumbnail depth=2", "fathom budget=48 basis=raw"}, "128": pair}
+    assert [len(names) for names in above.values()] == [0, 4]
+    words = " ".join(README.split())
+    assert "Five of the twelve scans do over all tasks" in words
+    assert "29 or 30 samples a task" in words
+    with (ROOT / "reports/published/ruler-smollm2-2048/results.csv").open(encoding="utf-8") as file:
+        assert {one["samples"] for one in csv.DictReader(file)} == {"29", "30"}
+
+
+def test_every_published_folder_is_linked() -> None:
+    folders = {path.name for path in (ROOT / "reports/published").iterdir() if path.is_dir()}
+    assert folders == {name for name in folders if f"](reports/published/{name}" in README}
 
 
 def test_the_cost_is_the_recorded_one() -> None:

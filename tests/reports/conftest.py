@@ -112,7 +112,13 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
             "kind": "ruler",
             "versions": {"fathom-eval": "0.1.0", "torch": "2.13.0"},
             "device": "cpu (2 threads)",
-            "settings": {"model": model, "haystack": haystack, "tasks": ["niah_single", "vt"], "dtype": "bfloat16", "seed": seed},
+            "settings": {
+                "model": model,
+                "haystack": haystack,
+                "tasks": ["niah_single", "niah_multikey", "vt"],
+                "dtype": "bfloat16",
+                "seed": seed,
+            },
         }
         with Run.open(path, identity=identity, details=details) as run:
             run.append(records)

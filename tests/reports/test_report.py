@@ -54,9 +54,7 @@ def test_every_file_is_written_and_nothing_else(make_records: MakeRecords, write
     assert not list((tmp_path / "first").glob("report*"))
 
 
-def test_tasks_stand_in_the_order_in_which_they_were_asked_for(
-    make_records: MakeRecords, write_run: WriteRun, tmp_path: Path
-) -> None:
+def test_tasks_stand_in_the_order_in_which_they_were_asked_for(make_records: MakeRecords, write_run: WriteRun, tmp_path: Path) -> None:
     files = build_report([write_run(make_records(tasks=("fwe", "vt", "niah_single"), samples=2))], tmp_path / "out")
     header = files.markdown.read_text(encoding="utf-8").split("| method | all tasks |")[1].splitlines()[0]
     assert header == " minus exact top-k | bits | niah_single | vt | fwe |"
