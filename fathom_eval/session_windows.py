@@ -12,12 +12,14 @@ from fathom_eval.session_data import SessionData, SourceSettings, prepare_sessio
 
 _SLACKS = (1.25, 20.0)
 """A session is cut to the context from at most so much more, so that trajectories can be joined to it. Where all trajectories are longer
-than that, as with a short context, windows are the ends of longer sessions, since sessions begin alike. Not a matter of how many windows are
-asked for."""
+than that, as with a short context, windows are the ends of longer sessions, since sessions begin alike. How many windows are asked for
+makes no difference."""
 
 
 class SessionWindows:
-    """``context`` tokens of agent sessions, each of trajectories of one repository, rendered as recorded: the first of sessions about as long.
+    """``context`` tokens of agent sessions, each of trajectories of one repository, rendered as recorded.
+
+    They are a session's first tokens; where all are much longer, its last.
 
     Args:
         loaded: Its tokenizer encodes, and its chat template renders where it takes tools.
@@ -47,8 +49,8 @@ class SessionWindows:
         different = len({tuple(self.token_ids(context, index)) for index in range(windows)})
         if different < windows:
             raise UserError(
-                f"{windows} windows of {context:,} tokens are {different} different ones, since sessions of {self._source.name} begin alike: "
-                "take a longer context or fewer windows"
+                f"{windows} windows of {context:,} tokens are {different} different ones, since sessions of {self._source.name} begin "
+                "alike: take a longer context or fewer windows"
             )
 
     def origin(self, context: int, index: int) -> dict[str, Any]:
