@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,3 +69,13 @@ def quiet_transformers() -> Iterator[None]:
         library.set_verbosity(verbosity)
         if bars:
             library.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def bars_for_people_only() -> Iterator[None]:
+    """Hold back what is written to standard error within the block unless that is a terminal.
+
+    transformers draws the bar of a GGUF file's conversion whatever its settings are. A person sees it, a log does not.
+    """
+    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -167,7 +167,7 @@ def _convert(path: Path, staging: Path, metadata: dict[str, Any]) -> None:
     auto_model: Any = AutoModelForCausalLM
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
     try:
-        with compat.quiet_transformers():
+        with compat.quiet_transformers(), compat.bars_for_people_only():
             tokenizer = AutoTokenizer.from_pretrained(**place)
             model, info = auto_model.from_pretrained(**place, dtype=torch.float32, output_loading_info=True, **compat.gguf_arguments())
             if info["missing_keys"]:

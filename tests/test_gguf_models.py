@@ -64,6 +64,12 @@ def test_a_file_is_converted_once_and_means_the_same(tmp_path: Path, cache: Path
     assert json.loads((conversion_path(sha256_of(path)) / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_no_bar_of_a_conversion_goes_to_a_log(tiny_gguf: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with converted_gguf(tiny_gguf, say=lambda line: None):
+        pass
+    assert capfd.readouterr().err == ""
+
+
 def test_the_file_decides_whether_a_text_starts_with_bos(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "bos.gguf", add_bos=True)
     loaded, _ = load(tmp_path / "bos.gguf")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
     add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
     add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined, or auto (default)")
-    add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (default: auto has 1 for long contexts, else as the others)")
+    add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (auto: 1 when long)")
     add("--rows", default="auto", metavar="BY,BY", help="who brings K/V rows: gpu, cpu, both, or auto (default)")
     add("--gather-threads", type=int, metavar="N", help="threads of the CPU that gather rows (default: half the cores, at most 8)")
     add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
