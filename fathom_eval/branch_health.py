@@ -33,6 +33,10 @@ class Health:
         """Note a layer's scores ``[R, H, G, N]``: a row's largest is not a number where any of it is none."""
         torch.amax(scores, (1, 2, 3), out=self._found[self._devices[layer]][0, layer])
 
+    def watch_rank(self, layer: int, rows: slice, broken: Tensor) -> None:
+        """Note which of a layer's rows are selected by scores of their method's own that are not numbers, boolean ``[R]``."""
+        self._found[self._devices[layer]][0, layer, rows].masked_fill_(broken, torch.nan)
+
     def watch_output(self, layer: int, output: Tensor) -> None:
         """Note a layer's outputs ``[R, H, G, D]``, and put 0 in place of what is not finite: a store would refuse to seal such keys."""
         torch.sum(output, (1, 2, 3), out=self._found[self._devices[layer]][1, layer])

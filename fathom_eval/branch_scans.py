@@ -15,6 +15,7 @@ from fathom_eval.branch_context import StepContext, sealed_tokens
 from fathom_eval.branch_graphs import Read, Recorder, ScanGraphs, steady
 from fathom_eval.branch_groups import ExtendedGroup, MethodGroup, ScanGroup, Scanned, joint_plans, scan_groups
 from fathom_eval.devices import current
+from fathom_eval.errors import METHOD_ERRORS
 from fathom_eval.gguf_models import one_line
 from fathom_eval.memory_errors import is_out_of_memory
 from fathom_eval.methods.step import Step
@@ -58,7 +59,7 @@ class BranchScans:
                 for layer in self.prefix.layers:
                     with current(layer.keys.device):
                         method.indexes.append(method.spec.method.index(layer, self.facts))
-            except Exception as error:
+            except METHOD_ERRORS as error:
                 self._fail_method(group, method, "the prefix", error)
 
     def _score_tail(self, groups: Sequence[ScanGroup], context: StepContext, scores: Tensor) -> bool:
@@ -118,7 +119,7 @@ class BranchScans:
         if not group.failed:
             try:
                 return self._scan_store(group, layer, context, scores, tail)
-            except Exception as error:
+            except METHOD_ERRORS as error:
                 self._fail(range(group.rows.start, group.rows.stop), f"layer {layer}", error)
                 group.failed = True
         # Rows that have failed are selected along with the others: any scores do, but ties would cost time.
@@ -167,7 +168,7 @@ class BranchScans:
                 if part is not None and part.shape[:2] != rows.shape[:2]:
                     raise ValueError(f"its plan is of shape {tuple(part.shape)} for {rows.shape[0]} rows and {rows.shape[1]} heads")
                 parts[at] = part
-            except Exception as error:
+            except METHOD_ERRORS as error:
                 self._fail_method(group, method, f"layer {layer}", error)
         planned = [part for part in parts if part is not None]
         if group.failed or not planned:
@@ -211,12 +212,12 @@ class BranchScans:
             own.seal(context.key_range(group.rows, done, sealed), context.value_range(group.rows, done, sealed))
         return own
 
-    def _fail_method(self, group: ScanGroup, method: MethodGroup, where: str, error: Exception) -> None:
+    def _fail_method(self, group: ScanGroup, method: MethodGroup, where: str, error: BaseException) -> None:
         self._fail(range(group.rows.start + method.rows.start, group.rows.start + method.rows.stop), where, error)
         method.failed = True
         group.failed = all(one.failed for one in group.methods)
 
-    def _fail(self, rows: Iterable[int], where: str, error: Exception) -> None:
+    def _fail(self, rows: Iterable[int], where: str, error: BaseException) -> None:
         """Note why rows have failed. A lack of memory is raised instead: a smaller batch may do. So is what cannot be recorded."""
         if is_out_of_memory(error) or (self._graphs is not None and self._graphs.recording):
             raise error

@@ -34,6 +34,7 @@ from fathom_eval.branch_groups import (
 from fathom_eval.branch_health import Health
 from fathom_eval.branch_scans import BranchScans
 from fathom_eval.devices import current
+from fathom_eval.errors import METHOD_ERRORS
 from fathom_eval.extended import Field, Scored, attend_extended
 from fathom_eval.kernels.branches import attend_everything, attend_lists, rerank_lists
 from fathom_eval.kernels.choose import NONE, choose_tokens
@@ -157,7 +158,7 @@ class BranchBatch(BranchScans):
                 else:
                     try:
                         self._tally.declared_bits[rows] += (method.declared_bits(self.facts, self._home) * tokens).sum(-1)
-                    except Exception as error:
+                    except METHOD_ERRORS as error:
                         self._fail_method(group, method, "declared bits", error)
             method.plans.clear()
         group.reads.clear()
@@ -176,7 +177,7 @@ class BranchBatch(BranchScans):
             try:
                 output[bucket.rows] = self._select_and_attend(bucket, context, layer, scores[bucket.rows], coverage)
                 return
-            except Exception as error:
+            except METHOD_ERRORS as error:
                 self._tally.clear(layer, bucket.rows)
                 self._fail(bucket.numbers if len(bucket.groups) == 1 else (), f"layer {layer}", error)
         if len(bucket.groups) == 1:
@@ -225,7 +226,7 @@ class BranchBatch(BranchScans):
             try:
                 output[rows] = self._extend(group, layer, context, scanned, scores[rows])
                 return
-            except Exception as error:
+            except METHOD_ERRORS as error:
                 self._fail(range(rows.start, rows.stop), f"layer {layer}", error)
                 group.scan.failed = True
         output[rows] = 0
@@ -245,6 +246,8 @@ class BranchBatch(BranchScans):
             lambda weights: context.mix(rows, weights),
             lambda: context.mean_value(rows),
         )
+        if found.broken is not None:
+            self._health.watch_rank(layer, rows, found.broken)
         self._tally.add_rows(layer, rows, found.selection.rows, found.selection.candidate_rows)
         self._tally.attend(range(rows.start, rows.stop), 0)
         return found.output

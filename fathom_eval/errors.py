@@ -13,6 +13,10 @@ class UserError(Exception):
     """
 
 
+METHOD_ERRORS = (Exception, SystemExit)
+"""What a method may raise that is its own failure: a plug-in that calls ``sys.exit`` ends no run, while an interrupt still does."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A suggestion to end an error message with: the nearest choice if there is one, otherwise all of them."""
     names = sorted(choices)

@@ -55,10 +55,17 @@ class Scored:
 
 @dataclass(frozen=True)
 class Attended:
-    """Output fp32 ``[R, H, G, D]`` and the set that it comes from."""
+    """Output and the set that it comes from.
+
+    Attributes:
+        output: fp32 ``[R, H, G, D]``.
+        broken: Rows in which the method's ``rank`` gave a competing token what is not a number, boolean ``[R]`` not waited for; None
+            where the scan's own scores rank.
+    """
 
     output: Tensor
     selection: Selection
+    broken: Tensor | None = None
 
 
 def attend_extended(
@@ -79,7 +86,7 @@ def attend_extended(
     Raises:
         ValueError: A hook gave a tensor of the wrong shape.
     """
-    selection = _choose(method, policy, scored, field, step)
+    selection, broken = _choose(method, policy, scored, field, step)
     chosen = selection.chosen.any(2, keepdim=True) if policy.attend == "union" else selection.chosen
     attended = (chosen | field.kept).expand(scored.exact.shape)
     logits = scored.exact * step.scaling
@@ -91,28 +98,30 @@ def attend_extended(
         output = _reallocated(output, scored, selection.chosen | field.kept, mean_value(), step)
     if method.overrides("learn"):
         method.learn(attended, weights, step)
-    return Attended(output, selection)
+    return Attended(output, selection, broken)
 
 
-def _choose(method: Method, policy: Policy, scored: Scored, field: Field, step: Step) -> Selection:
-    scores = scored.approximate
+def _choose(method: Method, policy: Policy, scored: Scored, field: Field, step: Step) -> tuple[Selection, Tensor | None]:
+    """The set, and :attr:`Attended.broken`."""
+    scores, broken = scored.approximate, None
     if method.overrides("rank"):
         ranked = method.rank(scores.masked_fill(~field.competing, -torch.inf), step)
         if ranked.shape != scores.shape:
             raise ValueError(f"its rank gave scores of shape {tuple(ranked.shape)} for {tuple(scores.shape)}")
-        scores = ranked
+        # No comparison takes what is not a number, so such a token would go unnoticed.
+        scores, broken = ranked, (ranked.isnan() & field.competing).any(-1).any(-1).any(-1)
     shared = share_scores(scores, policy)
     finite = shared > -torch.inf
     if not method.capped:
         chosen = finite & field.competing
-        return Selection(chosen, field.kept, chosen)
+        return Selection(chosen, field.kept, chosen), broken
     candidates = top_mask(shared, field.competing, field.fetched, wait=False) & finite
     if field.fetched == field.counts:
-        return Selection(candidates, field.kept, candidates)
+        return Selection(candidates, field.kept, candidates), broken
     exact = share_scores(scored.exact, policy)
     # What is taken first stays first: only finite scores are estimates that an exact one replaces.
     rescored = torch.where(shared == torch.inf, shared, exact)
-    return Selection(top_mask(rescored, candidates, field.counts, wait=False), field.kept, candidates)
+    return Selection(top_mask(rescored, candidates, field.counts, wait=False), field.kept, candidates), broken
 
 
 def _log_weights(method: Method, field: Field, step: Step, shape: torch.Size) -> Tensor:

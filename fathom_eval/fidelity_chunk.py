@@ -59,8 +59,8 @@ class Scan:
         coverage: See :meth:`fathom_eval.stores.Store.coverage`.
         reads: What was read of the sealed tokens; None if there were none, or the keys themselves were scored.
         declared_bits: Bits per token that the method declares for its plan, fp64 ``[R, H]``; None for one that declares none.
-        broken: Whether a score is not a number, −∞ from a method that ranks all tokens, or +∞ from one that forces none, a boolean scalar
-            not waited for.
+        broken: Whether a score, or what a method ranks by, is not a number; or a score is −∞ from a method that ranks all tokens, or +∞
+            from one that forces none. A boolean scalar not waited for.
     """
 
     scores: Tensor
@@ -134,6 +134,7 @@ class Chunk:
                         for name in ("chosen", "kept", "candidates")
                     )
                 ),
+                None if parts[0].broken is None else torch.cat([part.broken for part in parts if part.broken is not None]),
             )
         else:
             attended = self._extended(method, policy, scan, field, step, None)
@@ -162,6 +163,8 @@ class Chunk:
 
     def _compared(self, attended: Attended, policy: Policy, k: int, scan: Scan, sealed: int) -> Outcome:
         oracle, output, selection = self._oracle(policy, k, sealed), attended.output, attended.selection
+        if attended.broken is not None:
+            scan = replace(scan, broken=scan.broken | attended.broken.any())
         shared = (selection.chosen & oracle.selection.chosen).sum(-1)
         wanted = oracle.selection.chosen.sum(-1)
         return Outcome(

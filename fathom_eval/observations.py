@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from fathom_eval.errors import METHOD_ERRORS
 from fathom_eval.memory_errors import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class LayerObservers:
         """Keep what an observation raises for the methods that ask for it; a lack of memory is the prefill's."""
         try:
             yield
-        except Exception as error:
+        except METHOD_ERRORS as error:
             if is_out_of_memory(error):
                 raise
             self._failures.setdefault(observation, f"{type(observation).__name__} failed: {type(error).__name__}: {error}")

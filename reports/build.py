@@ -15,7 +15,7 @@ from fathom_eval.reports.comparing import comparison_blocks
 from fathom_eval.reports.document import Block, Document, Section, Steps, renamed
 from fathom_eval.reports.fidelity_section import fidelity_section
 from fathom_eval.reports.fidelity_source import fidelity_source
-from fathom_eval.reports.gaps import NOUNS, half_remarks
+from fathom_eval.reports.gaps import NOUNS, half_remarks, unrecorded_words
 from fathom_eval.reports.loading import Loaded, load_runs
 from fathom_eval.reports.page import render
 from fathom_eval.reports.paper import paper_blocks
@@ -79,6 +79,7 @@ def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
         document, more = build_document(loaded, left_out)
         warnings = [*more, *(f"{one.name}: {problem}" for one in loaded for problem in one.records.problems)]
         for one in loaded:
+            warnings += [f"{one.name}: {words}" for words in [unrecorded_words(one.unrecorded)] if words]
             warnings += [f"{one.name}: {remark.text}" for remark in half_remarks([], one.records.torn, NOUNS.get(one.kind, "record"))]
         try:
             return _write(document, output, tuple(warnings))
@@ -90,6 +91,7 @@ def build_document(loaded: Sequence[Loaded], left_out: Sequence[str]) -> tuple[D
     """The report of loaded runs, and what could not be reported. Raises UserError where nothing could."""
     builders: list[Build] = []
     families: list[str] = []
+    lacking: list[str] = []
     errors: list[str] = []
     for one in loaded:
         try:
@@ -98,11 +100,16 @@ def build_document(loaded: Sequence[Loaded], left_out: Sequence[str]) -> tuple[D
             errors.append(str(error))
             continue
         builders.append(build)
+        lacking.append(unrecorded_words(one.unrecorded))
         families += own
     if not builders:
         raise UserError("; ".join([*left_out, *errors]))
     styles = family_styles(families)
     sections = [build(f"run-{index}", styles) for index, build in enumerate(builders, start=1)]
+    sections = [
+        replace(section, answer=" ".join(part for part in (words, section.answer) if part))
+        for words, section in zip(lacking, sections, strict=True)
+    ]
     if len(sections) > 1:
         sections = [_told_apart(section, f"run{index}-") for index, section in enumerate(sections, start=1)]
     shared = [*(comparison_blocks(sections) if len(sections) > 1 else []), *paper_blocks(sections)]

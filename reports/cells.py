@@ -122,6 +122,11 @@ class Cell:
     notes: tuple[str, ...]
 
     @property
+    def failed(self) -> bool:
+        """Whether the method has no result because it failed."""
+        return self.score is None and self.failures > 0
+
+    @property
     def bits_per_channel(self) -> float | None:
         """Scan bits divided by head_dim, so that models of different head size compare."""
         return self.bits / self.head_dim if self.bits is not None and self.head_dim else None
@@ -215,13 +220,17 @@ def _cells(points: Sequence[Point], context: int, tasks: Sequence[str], name: st
 
 
 def _with_ceiling(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, marked where every scan of their k solves the task: none can be told from another there."""
+    """The cells, marked where they and every scan of their k solve the task: none can be told from another there."""
     scans: dict[int | None, list[Cell]] = defaultdict(list)
     for cell in cells:
         if cell.method.role is Role.SCAN:
             scans[cell.k].append(cell)
     solved = {k for k, found in scans.items() if all(cell.score is not None and cell.score >= CEILING for cell in found)}
-    return [replace(cell, notes=(*cell.notes, CEILING_NOTE)) if cell.k in solved else cell for cell in cells]
+    # Exact top-k may fail where every scan succeeds, by chance.
+    return [
+        replace(cell, notes=(*cell.notes, CEILING_NOTE)) if cell.k in solved and cell.score is not None and cell.score >= CEILING else cell
+        for cell in cells
+    ]
 
 
 def _at_floor(dense: Sequence[float]) -> bool:
@@ -247,7 +256,8 @@ def _cell(
     shared_dense = [sample for sample in own if sample in dense]
     shared_exact = [sample for sample in own if sample in exact]
     against_dense = _compare(own, dense, shared_dense) if method.role is not Role.DENSE else None
-    failures = sum(point.score is None for point in members)
+    complete = [point for point in members if point.score is not None]
+    failures = len(members) - len(complete)
     notes = [*marks]
     if against_dense is not None and against_dense.above:
         notes.append("above dense")
@@ -273,10 +283,10 @@ def _cell(
         exact_score=_mean_and_standard_error({sample: exact[sample] for sample in shared_exact})[0],
         against_exact=_compare(own, exact, shared_exact) if method.role is Role.SCAN else None,
         against_dense=against_dense,
-        bits=_mean(members, lambda point: point.bits),
-        declared_bits=_mean(members, lambda point: point.declared_bits),
-        active_channels=_mean(members, lambda point: point.active_channels),
-        rows=_mean(members, lambda point: point.rows),
+        bits=_mean(complete, lambda point: point.bits),
+        declared_bits=_mean(complete, lambda point: point.declared_bits),
+        active_channels=_mean(complete, lambda point: point.active_channels),
+        rows=_mean(complete, lambda point: point.rows),
         head_dim=_mean(members, lambda point: point.head_dim),
         notes=tuple(notes),
     )

@@ -32,7 +32,7 @@ from fathom_eval.reports.document import (
 from fathom_eval.reports.facts import devices_of, fact, haystack_of, last_settings, model_of, provenance_of, starts_of
 from fathom_eval.reports.fidelity import LEGEND
 from fathom_eval.reports.fidelity_source import AXES, FidelitySource
-from fathom_eval.reports.fidelity_words import answer, equal_error, fidelity_remarks, frontier
+from fathom_eval.reports.fidelity_words import answer, equal_error, fidelity_remarks, finding, frontier
 from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.tables import results_csv
@@ -54,6 +54,7 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
     """The run with everything that a report shows of it."""
     blocks = []
     manifest = source.run.manifest
+    lead = answer(source.rows, source.settings, source.pairs)
     for context, k in source.settings:
         here = [row for row in source.rows if row["context"] == context and row["k"] in (None, k)]
         where = _origin(source, context, k, here)
@@ -64,8 +65,9 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
             _squared(context, k, here, where),
             *_pairs(source, context, k, here, where),
         ]
-        text = answer(source.rows, [(context, k)], source.pairs) if len(source.settings) > 1 else ""
-        blocks.append(Block(f"{anchor}-{context}-{k}", setting(context, k), items, text))
+        text = finding(source.rows, (context, k), source.pairs)
+        # Of a single setting the lead may say it all.
+        blocks.append(Block(f"{anchor}-{context}-{k}", setting(context, k), items, "" if text == lead else text))
     blocks = explained(blocks, READING)
     where = _origin(source, None, None, source.rows)
     settings = last_settings(manifest)
@@ -87,7 +89,7 @@ def fidelity_section(source: FidelitySource, anchor: str, styles: dict[str, Styl
         model=model_of(manifest),
         device=", ".join(devices_of(manifest)),
         subject=_subject(source),
-        answer=" ".join(part for part in (source.absent(), answer(source.rows, source.settings, source.pairs)) if part),
+        answer=" ".join(part for part in (source.absent(), lead) if part),
         remarks=[
             *fidelity_remarks(source.rows, list(source.run.problems), source.missing, source.notes, haystack_of(manifest)),
             *half_remarks(source.halves, source.run.torn, NOUNS["fidelity"]),

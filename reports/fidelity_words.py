@@ -12,11 +12,12 @@ from fathom_eval.console import printable
 from fathom_eval.reports.cells import MINIMUM_PAIRS
 from fathom_eval.reports.curves import FIXED_DEPTH
 from fathom_eval.reports.gaps import Gap
-from fathom_eval.reports.wording import Remark, count, join, number, setting, significant
+from fathom_eval.reports.wording import Remark, count, join, number, others_below, setting, significant
 
 Rows = Sequence[Mapping[str, Any]]
 
 
+_MOST_IN_LEAD = 6
 _OWN_SIZE = "(k: of the oracle only)"  # how labels end of methods that decide how many tokens they attend to
 
 
@@ -57,36 +58,43 @@ def equal_error(rows: Rows) -> list[tuple[Mapping[str, Any], Mapping[str, Any] |
 
 
 def answer(rows: Rows, settings: Sequence[tuple[int, int]], pairs: pd.DataFrame) -> str:
-    """Which scans no other one beats, and what separates them from the next by the paired interval.
+    """The finding of the longest context at its first k, in short; those of the other settings stand with their tables."""
+    longest = max((context for context, _ in settings), default=0)
+    ordered = sorted(settings, key=lambda at: at[0] != longest)
+    text = next((text for at in ordered if (text := finding(rows, at, pairs, brief=True))), "")
+    return text + others_below(len(settings) - 1) if text else ""
 
-    Of many settings the first and the last are told.
+
+def finding(rows: Rows, at: tuple[int, int], pairs: pd.DataFrame, *, brief: bool = False) -> str:
+    """Which scans no other one beats at one context and k, and what separates them from the next by the paired interval.
+
+    Args:
+        brief: Of many scans name the first ones and the last.
     """
-    parts = []
-    for context, k in settings if len(settings) <= 2 else (settings[0], settings[-1]):
-        here = [row for row in rows if row["context"] == context and row["k"] in (None, k)]
-        best = frontier(here)
-        if not best:
-            continue
-        oracle = [row["error_dense"] for row in here if row["name"] == "exact" and row["options"] == "{}"]
-        own = f"exact top-k itself differs from dense by {significant(oracle[0])}; " if oracle and oracle[0] is not None else ""
-        named = [f"{row['method']} ({number(row['bits'], 0)} bits, {significant(row['error_dense'])})" for row in best]
-        scans = _scans(here)
-        lead = (
-            f"At {setting(context, k)} {own}of {count(len(scans), 'scan')}, under the paper's protocol these are beaten by none "
-            "in both bits and error"
-        )
-        text = f"{lead}: {join(named)}."
-        unclear = [
-            f"{left['method']} and {right['method']}"
-            for left, right in pairwise(best)
-            if not _separate(pairs, context, k, left["method"], right["method"])
-        ]
-        if unclear and len(best) > 1:
-            text += f" Not separated in error by these windows: {join(unclear)}."
-        parts.append(text)
-    if len(settings) > 2 and parts:
-        parts.append(f"The other {count(len(settings) - 2, 'setting')} stand below.")
-    return " ".join(parts)
+    context, k = at
+    here = [row for row in rows if row["context"] == context and row["k"] in (None, k)]
+    best = frontier(here)
+    if not best:
+        return ""
+    oracle = [row["error_dense"] for row in here if row["name"] == "exact" and row["options"] == "{}"]
+    own = f"exact top-k itself differs from dense by {significant(oracle[0])}; " if oracle and oracle[0] is not None else ""
+    named = [f"{row['method']} ({number(row['bits'], 0)} bits, {significant(row['error_dense'])})" for row in best]
+    more = len(named) - _MOST_IN_LEAD
+    if brief and more > 1:
+        named = [*named[: _MOST_IN_LEAD - 1], f"{more} more", named[-1]]
+    lead = (
+        f"At {setting(context, k)} {own}of {count(len(_scans(here)), 'scan')}, under the paper's protocol these are beaten by none "
+        "in both bits and error"
+    )
+    alike = [[best[0]["method"]]]
+    for left, right in pairwise(row["method"] for row in best):
+        if _separate(pairs, context, k, left, right):
+            alike.append([right])
+        else:
+            alike[-1].append(right)
+    unclear = [f"{group[0]} {'and' if len(group) == 2 else '…'} {group[-1]}" for group in alike if len(group) > 1]
+    told = f" By these windows neighbours are not separated in error: {'; '.join(unclear)}." if unclear else ""
+    return f"{lead}: {join(named)}.{told}"
 
 
 def _separate(pairs: pd.DataFrame, context: int, k: int, first: str, second: str) -> bool:

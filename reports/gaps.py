@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fathom_eval.console import printable
 from fathom_eval.reports.impossible import impossible_cells
 from fathom_eval.reports.wording import Remark, count, join, setting
 
@@ -103,6 +104,22 @@ def planned(settings: Mapping[str, Any], kind: str, contexts_present: Iterable[i
         for k in ([None] if label == "dense" else k_values or ())
         if isinstance(context, int) and (k is None or isinstance(k, int)) and (str(label), k) not in cannot
     }
+
+
+def unrecorded(settings: Mapping[str, Any], labels: Collection[str]) -> list[str]:
+    """The methods that the settings of a start ask for, at one k at least, and that are not among the labels of its records."""
+    methods, k_values, cannot = settings.get("methods"), settings.get("k"), impossible_cells(settings)
+    possible = [
+        printable(label)
+        for label in (methods if isinstance(methods, list) else ())
+        if (label, None) not in cannot and not (isinstance(k_values, list) and k_values and all((label, k) in cannot for k in k_values))
+    ]
+    return [label for label in dict.fromkeys(possible) if label not in labels]
+
+
+def unrecorded_words(labels: Sequence[str]) -> str:
+    """What a run has not one record of, as a sentence; empty where it lacks no method wholly."""
+    return f"The run was asked for {join(labels)} and holds no record of {'it' if len(labels) == 1 else 'them'}." if labels else ""
 
 
 def gaps(expected: Samples, present: Samples, noun: str) -> list[Gap]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Dark to light of one hue family that colour-blind readers see in order (cividis), as the background of a printed number.
 _LOW, _HIGH = (0, 34, 78), (254, 232, 56)
 _LABEL_CHARACTERS = 34
+HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
+LEFT_OVER, GREY = "other", "#8b949e"
+"""The part of a bar that is none of the named ones, and its colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,16 @@ class Bar:
     mark: float | None = None
 
 
+def part_styles(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and hatch of every part, no two alike; the hatch tells parts apart without colour. What is left over is grey."""
+    named = [part for part in parts if part != LEFT_OVER]
+    # From the second round of colours on each has another hatch than before.
+    styles = {
+        part: (PALETTE[index % len(PALETTE)], HATCHES[(index + index // len(PALETTE)) % len(HATCHES)]) for index, part in enumerate(named)
+    }
+    return {part: styles.get(part, (GREY, "..")) for part in parts}
+
+
 def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequence[Bar], axis: str, mark_label: str) -> Drawing | None:
     """Lying bars of stacked parts; None without bars."""
     if not bars:
@@ -103,21 +116,21 @@ def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequen
         left, bottom, top = 2.1 / size[0], (0.48 + legend) / size[1], 1 - (HEAD + 0.08) / size[1]
         axes = figure.add_axes((left, bottom, 1 - left - 0.15 / size[0], top - bottom))
         handles: dict[str, Any] = {}
+        styles = part_styles(parts)
         for y, bar in enumerate(bars):
             start = 0.0
             for part, amount in bar.parts:
-                index = parts.index(part)
+                colour, hatch = styles[part]
                 tip = f"{bar.label}: {part} {significant(amount)}"
-                # Hatches tell the parts apart without colour.
                 drawn = axes.barh(
                     y,
                     amount,
                     left=start,
                     height=0.68,
-                    color=PALETTE[index % len(PALETTE)],
+                    color=colour,
                     edgecolor="#ffffff",
                     linewidth=0.6,
-                    hatch=("", "//", "\\\\", "xx", "--", "||", "++")[index % 7],
+                    hatch=hatch,
                 )
                 drawn.patches[0].set_gid(tips.gid(tip))
                 handles.setdefault(shorten(part, 26), drawn)

@@ -10,11 +10,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from fathom_eval.console import printable
 from fathom_eval.errors import UserError
+from fathom_eval.reports.facts import last_settings
+from fathom_eval.reports.gaps import unrecorded
 from fathom_eval.run import MANIFEST, PACKED, RECORDS, Run
 
 RUN_KINDS = ("ruler", "sessions", "fidelity")
@@ -64,6 +67,14 @@ class Loaded:
     kind: str
     path: Path
     records: Records
+
+    @cached_property
+    def unrecorded(self) -> list[str]:
+        """Methods that the last start asked for, and could measure, of which there is not one record."""
+        if self.kind not in RUN_KINDS:
+            return []
+        labels = {printable(record.get("label") or record.get("method")) for record in self.records.iter_records()}
+        return unrecorded(last_settings(self.records.manifest), labels)
 
 
 @dataclass
@@ -136,11 +147,12 @@ def _records(path: Path, stack: ExitStack) -> Records:
 
 def _load_packed(path: Path, packed: Path, stack: ExitStack) -> Run:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fathom-eval-"))) / path.resolve().name
+    cut: list[str] = []
     try:
         folder.mkdir()
         shutil.copyfile(path / MANIFEST, folder / MANIFEST)
         with (folder / RECORDS).open("wb") as target:
-            target.writelines(_unpacked(packed))
+            target.writelines(_unpacked(packed, cut))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{packed} cannot be unpacked: {error}") from error
     # A report names the files that it was made of, not where they lay for a while.
@@ -148,15 +160,28 @@ def _load_packed(path: Path, packed: Path, stack: ExitStack) -> Run:
         run = Run.load(folder)
     except UserError as error:
         raise UserError(str(error).replace(str(folder), str(path))) from error
-    run.problems = [problem.replace(str(folder / RECORDS), str(packed)) for problem in run.problems]
+    run.problems = [*cut, *(problem.replace(str(folder / RECORDS), str(packed)) for problem in run.problems)]
     return run
 
 
-def _unpacked(file: Path) -> Iterator[bytes]:
-    """The content of a packed file, part by part. Raises UserError where it is far more than records can be."""
+def _unpacked(file: Path, problems: list[str]) -> Iterator[bytes]:
+    """The content of a packed file, part by part; of one that is cut off what is there, and a line is added to ``problems``.
+
+    Raises UserError where it is far more than records can be, and EOFError where nothing of it can be read.
+    """
     limit, total = max(_LEAST_LIMIT, _MOST_UNPACKED * file.stat().st_size), 0
     with gzip.open(file, "rb") as source:
-        while part := source.read(_MAX_LINE):
+        while True:
+            try:
+                # Not read(): that loses what it had unpacked before it met the end.
+                part = source.read1(_MAX_LINE)
+            except EOFError:
+                if not total:
+                    raise
+                problems.append(f"{file} is cut off: what follows its first {total:,} unpacked bytes is lost")
+                return
+            if not part:
+                return
             total += len(part)
             if total > limit:
                 raise UserError(
@@ -169,7 +194,7 @@ def _read_lines(files: Sequence[Path]) -> LineRecords:
     found = LineRecords([])
     for file in files:
         try:
-            content = b"".join(_unpacked(file)) if file.suffix == ".gz" else file.read_bytes()
+            content = b"".join(_unpacked(file, found.problems)) if file.suffix == ".gz" else file.read_bytes()
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         text = content.decode("utf-8", errors="replace")
@@ -204,8 +229,9 @@ def _kind(path: Path, records: Records) -> str:
             found = TIMING
             break
     else:
-        shown = printable(manifest_kind if manifest_kind is not None else first.get("kind"))[:80]
-        raise UserError(f"{path} is a run of kind '{shown}': this version makes reports of {', '.join((*RUN_KINDS, TIMING))}")
+        named = manifest_kind if manifest_kind is not None else first.get("kind")
+        what = "holds no run: no record with a kind" if named is None else f"is a run of kind '{printable(named)[:80]}'"
+        raise UserError(f"{path} {what}; this version makes reports of {', '.join((*RUN_KINDS, TIMING))}")
     if not len(records):
         damage = f" ({len(records.problems)} damaged lines)" if records.problems else ""
         raise UserError(f"{path} has no records yet{damage}: run 'fathom-eval {printable(manifest_kind)} … --output {path}' to fill it")

@@ -10,6 +10,14 @@ from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.ruler_source import Source, is_scan
 from fathom_eval.reports.wording import Remark, count, join, number, setting, signed, spread
 
+_GROUPS = (
+    "Below exact top-k at every context and k",
+    "Below it at some",
+    "Below at some, above at others",
+    "Over all tasks nowhere separated from exact top-k by these samples",
+    "Above exact top-k somewhere",
+)
+
 
 def with_error(cell: Cell, digits: int = 3) -> str:
     """Score ± standard error."""
@@ -52,22 +60,22 @@ def answer(source: Source) -> str:
     groups: dict[str, list[str]] = {}
     for method, found in verdicts.items():
         below, above = sum(one.below for one in found), sum(one.above for one in found)
-        if above:
-            group = "Above exact top-k somewhere"
-        elif below == 0:
-            group = "Over all tasks nowhere separated from exact top-k by these samples"
-        elif below == len(found):
-            group = "Below exact top-k at every context and k"
-        else:
-            group = "Below it at some"
-        groups.setdefault(group, []).append(method.label if group != "Below it at some" else f"{method.label} ({below} of {len(found)})")
-    order = (
-        "Below exact top-k at every context and k",
-        "Below it at some",
-        "Over all tasks nowhere separated from exact top-k by these samples",
-    )
-    parts = [f"{name}: {join(groups[name])}." for name in (*order, "Above exact top-k somewhere") if name in groups]
+        group, counted = _verdict(below, above, len(found))
+        groups.setdefault(group, []).append(f"{method.label} ({counted})" if counted else method.label)
+    parts = [f"{name}: {join(groups[name])}." for name in _GROUPS if name in groups]
     return " ".join(part for part in (absent, *parts) if part)
+
+
+def _verdict(below: int, above: int, amount: int) -> tuple[str, str]:
+    """The group of a scan that separates from exact top-k so often, and its counts in words where the group does not say them."""
+    every, some, mixed, nowhere, better = _GROUPS
+    if below and above:
+        return mixed, f"{below} below, {above} above of {amount}"
+    if above:
+        return better, f"{above} of {amount}"
+    if below == amount:
+        return every, ""
+    return (some, f"{below} of {amount}") if below else (nowhere, "")
 
 
 def finding(source: Source, context: int, k: int | None) -> str:
@@ -125,7 +133,8 @@ def remarks(source: Source) -> list[Remark]:
     if silent:
         found.append(Remark(f"A scan that did not run every time passes for dense attention: {join(silent)}.", grave=True))
     if source.failures:
-        found.append(Remark(f"{count(len(source.failures), 'record')} of failed samples are in no mean and are listed below.", grave=True))
+        failed, be = count(len(source.failures), "record"), "is" if len(source.failures) == 1 else "are"
+        found.append(Remark(f"{failed} of failed samples {be} in no mean and {be} listed below.", grave=True))
     if source.missing:
         gaps = count(len(source.missing), "gap")
         text = f"The run is not complete: {gaps} listed below. Comparisons use only the samples that both sides have."

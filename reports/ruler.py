@@ -147,6 +147,8 @@ def _score(cell: Cell | None, style: str = "") -> Entry:
     found = {"≈": "floor", "▼": "below", "▲": "above", "≡": "floor"}.get(sign, "")
     # A sign says the one, a warning above the table the other.
     notes = tuple(note for note in cell.notes if note not in (NOT_DISCRIMINATIVE, NO_EXACT_NOTE))
+    if cell.failed:
+        return Entry("failed", small=notes, style=style)
     return entry(cell.score, 3, error=cell.standard_error, mark=sign, small=notes, style=f"{found} {style}".strip())
 
 

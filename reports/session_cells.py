@@ -97,6 +97,11 @@ class SessionCell:
     rescored: float | None
     against_baseline: Comparison | None
 
+    @property
+    def failed(self) -> bool:
+        """Whether all of its steps failed."""
+        return self.failures > 0 and self.agreement is None and self.rows is None
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -208,6 +213,7 @@ def _dense_at(dense: Step, exact: Step | None) -> Step:
 def _cell(
     k: int | None, method: Method, members: Sequence[Step], own: Mapping[int, float], expected: int, against: Comparison | None
 ) -> SessionCell:
+    complete = [step for step in members if not step.failed]
     estimate = mean_and_standard_error([own[session] for session in sorted(own)]) if own else None
     calls = [step.tool_call == "valid" for step in members if step.tool_call is not None]
     matches = [step.exact_match for step in members if step.exact_match is not None]
@@ -216,7 +222,7 @@ def _cell(
         k=k,
         method=method,
         sessions=len(own),
-        failures=sum(step.failed for step in members),
+        failures=len(members) - len(complete),
         expected=expected,
         agreement=None if estimate is None else estimate.mean,
         standard_error=None if estimate is None or math.isnan(estimate.standard_error) else estimate.standard_error,
@@ -225,9 +231,9 @@ def _cell(
         agreement_dense=_mean(members, lambda step: step.agreement_dense),
         agreement_recorded=_mean(members, lambda step: step.agreement_recorded),
         valid_calls=fmean(calls) if calls else None,
-        bits=_mean(members, lambda step: step.bits),
-        rows=_mean(members, lambda step: step.rows),
-        rescored=_mean(members, lambda step: step.rescored),
+        bits=_mean(complete, lambda step: step.bits),
+        rows=_mean(complete, lambda step: step.rows),
+        rescored=_mean(complete, lambda step: step.rescored),
         against_baseline=against,
     )
 

@@ -180,7 +180,8 @@ def session_remarks(source: SessionSource) -> list[Remark]:
         found.append(Remark(f"{count(source.sessions, 'session')}: fewer than {MINIMUM_PAIRS} separate no two methods."))
     failed = sum(step.failed for step in source.steps)
     if failed:
-        found.append(Remark(f"{count(failed, 'step')} failed and are in no mean; steps.csv names them.", grave=True))
+        be, them = ("is", "it") if failed == 1 else ("are", "them")
+        found.append(Remark(f"{count(failed, 'step')} failed and {be} in no mean; steps.csv names {them}.", grave=True))
     if source.missing:
         more = len(source.missing) - _SHOWN_GAPS
         shown = "; ".join([*map(str, source.missing[:_SHOWN_GAPS]), *([f"{count(more, 'gap')} more below"] if more > 0 else [])])

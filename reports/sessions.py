@@ -116,7 +116,7 @@ def summary_table(run: Run) -> pd.DataFrame:
                 "k": "" if cell.k is None else f"{cell.k:,}",
                 "method": cell.method.label,
                 "bits": "" if cell.bits is None else number(cell.bits, 1),
-                "agreement": f"{number(cell.agreement, 2)}{error} {mark(cell)}".rstrip(),
+                "agreement": "failed" if cell.failed else f"{number(cell.agreement, 2)}{error} {mark(cell)}".rstrip(),
                 against: _interval(found),
                 "w/t/l": "" if found is None else f"{found.wins}/{found.ties}/{found.losses}",
                 "exact match": number(cell.exact_match, 2),
@@ -177,7 +177,9 @@ def _agreement(source: SessionSource, k: int | None, cells: Sequence[SessionCell
         role = cell.method.role
         entries = (
             Entry(cell.method.label, small=() if role is Role.SCAN or role.value == cell.method.label else (role.value,)),
-            entry(cell.agreement, 3, error=cell.standard_error, mark=sign, style={"▼": "below", "▲": "above"}.get(sign, "")),
+            Entry("failed")
+            if cell.failed
+            else entry(cell.agreement, 3, error=cell.standard_error, mark=sign, style={"▼": "below", "▲": "above"}.get(sign, "")),
             against,
             entry(cell.bits, 1) if cell.bits is not None else Entry(),
             entry(cell.exact_match, 2),

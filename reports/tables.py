@@ -154,10 +154,10 @@ def mark(cell: Cell) -> str:
     """The sign that stands beside a score; readable without colour."""
     if NOT_DISCRIMINATIVE in cell.notes:
         return "≈"
-    if CEILING_NOTE in cell.notes:
-        return "≡"
     found = cell.against_exact
-    return "" if found is None else "▼" if found.below else "▲" if found.above else ""
+    if found is not None and (found.below or found.above):
+        return "▼" if found.below else "▲"
+    return "≡" if CEILING_NOTE in cell.notes else ""
 
 
 def summary_table(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -185,9 +185,15 @@ def _matrix(cells: Sequence[Cell], overview: Sequence[Cell], tasks: Sequence[str
         bits = [cell.bits for cell in own.values() if cell.bits is not None]
         row = {"context": f"{key[0]:,}", "k": "" if key[1] is None else f"{key[1]:,}", "method": key[2].label}
         row["bits"] = number(sum(bits) / len(bits), 1) if bits else ""
-        row |= {task: f"{with_error(own[task], digits)} {mark(own[task])}".rstrip() if task in own else "" for task in tasks}
+        row |= {task: _score(own.get(task), digits) for task in tasks}
         total = several.get(key)
-        row[ALL_TASKS] = f"{with_error(total, digits)} {mark(total)}".rstrip() if total else ""
+        row[ALL_TASKS] = _score(total, digits)
         row["minus exact top-k"] = interval(total, digits) if total else ""
         rows.append([row[column] for column in columns])
     return pd.DataFrame(rows, columns=columns)
+
+
+def _score(cell: Cell | None, digits: int) -> str:
+    if cell is None:
+        return ""
+    return "failed" if cell.failed else f"{with_error(cell, digits)} {mark(cell)}".rstrip()

@@ -26,7 +26,7 @@ from fathom_eval.reports.kernel_tables import kernel_answer, kernel_blocks, time
 from fathom_eval.reports.loading import Loaded, Records
 from fathom_eval.reports.step_ratios import method_of, overlaps, quotient, ratio_table, reference_of, time_of, value
 from fathom_eval.reports.tables import results_csv
-from fathom_eval.reports.wording import Remark, count, join, number, significant, spread
+from fathom_eval.reports.wording import Remark, count, join, number, others_below, significant, spread
 
 _MB = 1e6
 OVERLAP = (
@@ -168,7 +168,9 @@ def _block(source: TimingSource, anchor: str, number_: int, place: Place, styles
     bars = _bars(stem, steps, where)
     items += [drawing for drawing in (curve, bars) if drawing is not None]
     items += [_step_table(source, stem, place, steps, where), _parts_table(stem, steps, where)]
-    return Block(f"{anchor}-step-{number_}", f"Decode step, {_words(place)}", items)
+    # The table says by itself that Fathom's read is missing.
+    told = len(source.places) > 1 and (valid := _valid(steps)) and not _alone(steps, max(step["context"] for step in valid))
+    return Block(f"{anchor}-step-{number_}", f"Decode step, {_words(place)}", items, _finding(source, place) if told else "")
 
 
 def _curve(stem: str, place: Place, steps: Sequence[Mapping[str, Any]], where: str, styles: dict[str, Style]) -> Any:
@@ -284,7 +286,7 @@ def _notes(step: Mapping[str, Any], *, synthetic: bool) -> list[str]:
         notes.append(f"void: {reason}" if reason else "void")
     aliased = _aliased(step)
     if aliased:
-        notes.append(f"{aliased:g} layers share buffers")
+        notes.append("1 layer shares buffers" if aliased == 1 else f"{aliased:g} layers share buffers")
     if synthetic and step.get("synthetic"):
         notes.append("synthetic K/V")
     return notes
@@ -316,25 +318,30 @@ def _subject(source: TimingSource) -> str:
 
 
 def _answer(source: TimingSource) -> str:
-    parts = [] if source.steps else [kernel_answer(source.others)]
-    for place in source.places:
-        steps = _valid(_here(source, place))
-        if not steps:
-            continue
-        context = max(step["context"] for step in steps)
-        here = [step for step in steps if step["context"] == context]
-        reference = reference_of(here)
-        if reference is None:
-            parts.append(_absent(source, place, context))
-            continue
-        base, own = time_of(reference) or math.nan, quotient(reference, "gpu_ms", "floor_ms")
-        clock = "GPU time" if value(reference, "gpu_ms") is not None else "wall-clock time, without a GPU"
-        floor = "" if own is None else f", {number(own, 2)} times its floor"
-        others = [f"{method_of(step)} {number((time_of(step) or math.nan) / base, 2)}×" for step in here if step is not reference]
-        compared = f" The others take, as a multiple of it: {join(others)}." if others else ""
-        own_time = f"{method_of(reference)} takes {significant(base)} ms of {clock}{floor}"
-        parts.append(f"With the {_words(place)}, at {context:,} tokens: {own_time}.{compared}")
-    return " ".join(parts)
+    """The first setting that counts; the paragraphs of the others stand with their tables."""
+    if not source.steps:
+        return kernel_answer(source.others)
+    found = [place for place in source.places if _valid(_here(source, place))]
+    if not found:
+        return ""
+    return _finding(source, found[0]) + others_below(len(found) - 1)
+
+
+def _finding(source: TimingSource, place: Place) -> str:
+    """The times of one setting at its longest context, over that of Fathom's read; empty where every step is void."""
+    steps = _valid(_here(source, place))
+    context = max((step["context"] for step in steps), default=0)
+    here = [step for step in steps if step["context"] == context]
+    reference = reference_of(here)
+    if reference is None:
+        return _absent(source, place, context) if here else ""
+    base, own = time_of(reference) or math.nan, quotient(reference, "gpu_ms", "floor_ms")
+    clock = "GPU time" if value(reference, "gpu_ms") is not None else "wall-clock time, without a GPU"
+    floor = "" if own is None else f", {number(own, 2)} times its floor"
+    others = [f"{method_of(step)} {number((time_of(step) or math.nan) / base, 2)}×" for step in here if step is not reference]
+    compared = f" The others take, as a multiple of it: {join(others)}." if others else ""
+    own_time = f"{method_of(reference)} takes {significant(base)} ms of {clock}{floor}"
+    return f"With the {_words(place)}, at {context:,} tokens: {own_time}.{compared}"
 
 
 def _absent(source: TimingSource, place: Place, context: int) -> str:

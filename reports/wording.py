@@ -45,8 +45,15 @@ def setting(context: int, k: int | None) -> str:
 
 
 def count(amount: int, noun: str) -> str:
-    """``1 scan``, ``2 scans``."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+    """``1 scan``, ``2 scans``, ``3 trajectories``."""
+    if amount == 1:
+        return f"{amount:,} {noun}"
+    return f"{amount:,} {noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{amount:,} {noun}s"
+
+
+def others_below(amount: int) -> str:
+    """The sentence that ends a lead of one setting out of several; empty where there is no other."""
+    return {0: "", 1: " The other setting stands below."}.get(amount, f" The other {amount:,} settings stand below.")
 
 
 def join(items: Sequence[str]) -> str:

@@ -678,7 +678,7 @@ def test_dense_layers_by_a_step_attend_to_everything() -> None:
 # Failures
 
 
-def failing(where: str, error: type[Exception] = RuntimeError) -> MethodSpec:
+def failing(where: str, error: type[BaseException] = RuntimeError) -> MethodSpec:
     def fail(self: Any, *args: Any) -> Any:
         raise error(f"no {where}")
 
@@ -691,9 +691,10 @@ def tiny() -> tuple[LoadedModel, Prefix]:
     return loaded, prefill(loaded, token_ids(loaded, 250))
 
 
-@pytest.mark.parametrize(
-    "where", ["index", "plan", "declared_bits", "rank", "log_weights", "remainder", "learn", "scan_query", "plan_step"]
-)
+HOOKS = ("index", "plan", "declared_bits", "rank", "log_weights", "remainder", "learn", "scan_query", "plan_step")
+
+
+@pytest.mark.parametrize("where", HOOKS)
 def test_a_method_that_raises_ends_its_own_branches_only(where: str, tiny: tuple[LoadedModel, Prefix]) -> None:
     loaded, prefix = tiny
     good = [Branch(parse_method(text), k) for text in ("sparq", "full", "exact", "threshold") for k in (60, 90)]
@@ -706,6 +707,78 @@ def test_a_method_that_raises_ends_its_own_branches_only(where: str, tiny: tuple
     assert [result.finish for result in broken] == ["error", "error"]
     assert all(f"RuntimeError: no {where}" in (result.error or "") for result in broken)
     assert all(result.token_ids == () for result in broken)
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_a_method_that_ends_the_process_ends_its_own_branches_only_and_an_interrupt_ends_all(
+    where: str, tiny: tuple[LoadedModel, Prefix]
+) -> None:
+    loaded, prefix = tiny
+    good, spec = Branch(parse_method("sparq"), 60), failing(where, SystemExit)
+    [expected] = decode(loaded, prefix, [good], 3)
+    result, broken = decode(loaded, prefix, [good, Branch(spec, 60)], 3)
+    assert result == expected
+    assert (broken.finish, broken.token_ids) == ("error", ())
+    assert f"SystemExit: no {where}" in (broken.error or "")
+    records = measured(good.spec, spec)
+    assert records["sparq"]["finish"] == "complete"
+    assert records[f"failing_{where}"]["error"] == f"layer 0: SystemExit: no {where}"
+    with pytest.raises(KeyboardInterrupt):
+        decode(loaded, prefix, [good, Branch(failing(where, KeyboardInterrupt), 60)], 3)
+    with pytest.raises(KeyboardInterrupt):
+        measured(failing(where, KeyboardInterrupt))
+
+
+def measured(*specs: MethodSpec) -> dict[str, dict[str, Any]]:
+    """Records of a window of a tiny model, by name."""
+    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
+    windows = FixedWindows(token_ids(loaded, 250))
+    unit = Unit(250, 0, tuple(Branch(spec, 60) for spec in specs))
+    [records] = evaluate(loaded, windows, [unit], positions=3, full_window=False)
+    return {record["method"]: record for record in records}
+
+
+@dataclass(frozen=True)
+class Unordered(Toy):
+    """Ranks one token of one row of the second layer by what is not a number: ``at`` counts from the last token."""
+
+    name: ClassVar[str] = "unordered"
+    at: int = 100
+
+    def rank(self, scores: Tensor, step: Step) -> Tensor:
+        scores = scores.clone()
+        if step.layer == 1:
+            scores[-1, 0, 0, -self.at] = torch.nan
+        return scores
+
+
+@dataclass(frozen=True)
+class Remembering(Unordered):
+    """The same of a method with memory, whose positions are computed one by one."""
+
+    name: ClassVar[str] = "remembering"
+
+    def learn(self, attended: Tensor, weights: Tensor, step: Step) -> None:
+        step.state["seen"] = True
+
+
+@pytest.mark.parametrize("kind", [Unordered, Remembering])
+@pytest.mark.parametrize("policy", [{}, {"share": "group_sum"}, {"rerank": 2.0}])
+def test_a_rank_that_is_not_a_number_fails_its_own_branch_and_is_allowed_where_nothing_competes(
+    kind: type[Unordered], policy: dict[str, Any], tiny: tuple[LoadedModel, Prefix]
+) -> None:
+    loaded, prefix = tiny
+    good, spec, kept = parse_method("sparq"), toy(kind(), **policy), toy(kind(at=1), **policy)
+    [expected] = decode(loaded, prefix, [Branch(good, 60)], 3)
+    result, broken, well = decode(loaded, prefix, [Branch(one, 60) for one in (good, spec, kept)], 3)
+    assert result == expected
+    assert (broken.finish, broken.token_ids) == ("error", ())
+    assert broken.error == f"layer 1: {spec.label} gives scores that are not numbers"
+    assert (well.finish, well.error) == ("length", None)
+    records = measured(good, spec)
+    assert records["sparq"]["finish"] == "complete"
+    assert records[spec.method.name]["error"].startswith("layer 1: scores that are not a number")
+    assert measured(kept)[spec.method.name]["finish"] == "complete"
 
 
 def test_a_store_that_fails_ends_all_that_scan_it(tiny: tuple[LoadedModel, Prefix]) -> None:

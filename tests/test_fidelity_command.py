@@ -25,7 +25,7 @@ from fathom_eval.planes import PlaneStore
 from fathom_eval.reads import Reads
 from fathom_eval.run import Run
 from fathom_eval.stores import StoreSpec
-from fathom_eval.tasks.haystack import Haystack
+from fathom_eval.tasks.haystack import Haystack, load_haystack
 from tests.sessions.rows import chat_messages, rebench_row, write_jsonl
 from tests.tiny import save_tiny, tiny_tokenizer
 
@@ -314,8 +314,18 @@ def test_a_method_that_fails_is_named_and_the_rest_goes_on(
     assert found["sparq"]["bits"] == 8.5
     output = capsys.readouterr()
     for problem in BROKEN.values():
-        assert f"failed in 1 windows: {problem}" in output.err
+        assert f"failed in 1 window: {problem}" in output.err
     assert "failed" in output.out
+
+
+def test_the_plan_names_the_text_and_counts_one_window(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(windows=1, methods="exact", k="64")) == 0
+    assert ", prose.txt: 1 window to do, the last 12 positions of each" in capsys.readouterr().out
+    manifest = Run.load(tmp_path / "run").manifest
+    assert manifest["haystack"] == {"name": "prose.txt", "origin": "prose.txt"}
+    assert manifest["identity"]["haystack"] == load_haystack(str(tmp_path / "prose.txt")).sha256
 
 
 def test_report_writes_the_tables_of_a_fidelity_run(

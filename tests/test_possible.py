@@ -13,6 +13,7 @@ from fathom_eval import cli
 from fathom_eval.errors import UserError
 from fathom_eval.methods import MethodSpec, parse_methods
 from fathom_eval.methods.possible import Impossible, Possible
+from fathom_eval.methods.sparq import SparQ
 from fathom_eval.reports.gaps import planned
 from fathom_eval.ruler import all_branches
 from fathom_eval.run import Run
@@ -87,6 +88,53 @@ def test_what_fails_at_several_k_together_alone_is_left_out_at_each() -> None:
     possible.keep([7, 8], refuse, lambda line: None)
     assert possible.specs == []
     assert possible.left_out == [Impossible(spec.label, None, "not together")]
+
+
+def test_a_line_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods_module, "_NAMED", {"all": ("dense", "sparq:r=D/3", "sparq:r=D/3:rerank=2", "sparq:r=D/3:share=group_sum")})
+    possible, said, facts = Possible(parse_methods("all")), list[str](), facts_of(2, 16)
+    for _ in range(2):
+        possible.keep([64], lambda spec, at: spec.check(facts, at), said.append)
+    assert said == ["left out: sparq: r=D/3: head_dim 16 is not a multiple of 3"]
+    assert len({one.label for one in possible.left_out}) == 3
+
+
+@pytest.mark.parametrize("command", ["fidelity", "ruler", "sessions"])
+@pytest.mark.parametrize("methods", ["", " ", ","])
+def test_an_empty_list_is_refused(
+    command: str, methods: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FATHOM_EVAL_CACHE", str(tmp_path / "cache"))
+    assert cli.main([command, f"--methods={methods}", f"--output={tmp_path / 'run'}", "--offline"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the list of methods is empty: name some, as in sparq,quest, or give paper or all"
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+class Ending(SparQ):
+    name = "ending"
+
+    def plan(self, query: Any, index: Any) -> Any:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("command", ["fidelity", "ruler", "sessions"])
+def test_a_method_that_fails_is_named_with_its_reason_and_has_no_bits(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(methods_module, "BUILT_IN", (*methods_module.BUILT_IN, Ending))
+    monkeypatch.setenv("FATHOM_EVAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main([*tiny_run(command, tmp_path), "--k=64", "--methods=ending"]) == 0
+    said, noun = capsys.readouterr(), {"fidelity": "window", "ruler": "sample", "sessions": "session"}[command]
+    label = parse_methods("ending")[0].label
+    failures = [line for line in said.err.splitlines() if " failed in " in line]
+    assert failures == [f"warning: {label} at k=64 failed in 1 {noun}: layer 0: SystemExit: 3"]
+    [row] = [line for line in said.out.splitlines() if line.removeprefix("64").lstrip().startswith(label)]
+    assert row.partition(label)[2].split()[0] == "failed", "and no bits before it"
+    if command == "sessions":
+        assert "1 step failed and is in no mean; steps.csv names it." in said.out
 
 
 def tiny_run(command: str, folder: Path) -> list[str]:

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "model": facts.name,
         "device": device_name(facts.place),
         "dtype": facts.dtype,
-        "haystack": {"name": haystack.origin if haystack.name == "file" else haystack.name, "origin": haystack.origin},
+        "haystack": {"name": haystack.title, "origin": haystack.origin},
         "versions": dict(versions()),
         "settings": {
             "tasks": tasks,
@@ -164,13 +164,13 @@ def _report(console: Console, opened: Run) -> int:
     import pandas
 
     from fathom_eval.reports.build import build_report
+    from fathom_eval.reports.failed import failed_methods
     from fathom_eval.reports.tables import summary_table
 
     records = opened.records()
     files = build_report([opened.path], opened.path / "report")
-    failed = sum(record["finish"] == "error" for record in records)
-    if failed:
-        console.warn(f"{failed} of {len(records)} branches failed; the report lists them")
+    for line in failed_methods(records, "sample"):
+        console.warn(line)
     table = summary_table(records)
     console.table(table, title="score of each method (bits: scan bits per token, KV head and layer)")
     rows = json.loads(pandas.read_csv(files.csv).to_json(orient="records"))

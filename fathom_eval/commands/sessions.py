@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.run import default_run_path
     from fathom_eval.run_files import check_free_space
     from fathom_eval.session_data import check_k, choose_bounds, prepare_sessions
+    from fathom_eval.sessions.report import ReadReport
 
     request = model_request(args)
     loaded = request.load(console.say)
@@ -135,12 +136,14 @@ def run(args: argparse.Namespace) -> int:
     specs = possible.specs
     console.say(f"sessions of {low:,} to {high:,} tokens, {why}")
     source = _source(args, low, high)
-    data = prepare_sessions(loaded, source, say=console.say)
+    report = ReadReport()
+    try:
+        data = prepare_sessions(loaded, source, report=report, say=console.say)
+    finally:  # a refusal is understood only with what was left out
+        print_list(console, "skipped", report.lines(), sum(report.reasons.values()))
     repositories = [session.repo for session in data.sessions]
     for note in (*data.notes, *calibration_warnings([spec.method for spec in specs], [high], repositories=repositories)):
         console.warn(note)
-    left_out = data.report.lines()
-    print_list(console, "skipped", left_out, sum(data.report.reasons.values()))
     branches = step_branches(specs, k_values, facts)
     identity = run_identity(facts, data, args.max_new_tokens)
     path = Path(args.output) if args.output is not None else default_run_path("sessions", facts.name, identity)
@@ -238,12 +241,12 @@ def _results(
 
 def _report(console: Console, opened: Run) -> int:
     from fathom_eval.reports.build import build_report
+    from fathom_eval.reports.failed import failed_methods
     from fathom_eval.reports.sessions import session_results, summary_table
 
     files = build_report([opened.path], opened.path / "report")
-    failed = sum(record["finish"] == "error" for record in opened.iter_records())
-    if failed:
-        console.warn(f"{failed} of {len(opened)} branches failed; steps.csv lists them")
+    for line in failed_methods(opened.iter_records(), "session"):
+        console.warn(line)
     table = summary_table(opened)
     console.table(table, title="agreement of each step with that of exact top-k at the same k")
     console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": session_results(opened)})

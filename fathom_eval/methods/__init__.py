@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from fathom_eval.errors import UserError, did_you_mean
+from fathom_eval.errors import METHOD_ERRORS, UserError, did_you_mean
 from fathom_eval.gguf_models import one_line
 from fathom_eval.methods.base import Method
 from fathom_eval.methods.controls import Dense, ExactTopK
@@ -185,7 +185,7 @@ def plug_ins() -> tuple[str, ...]:
 def _loaded(entry: EntryPoint, methods: Container[str]) -> type[Method]:
     try:
         method = entry.load()
-    except (Exception, SystemExit) as error:
+    except METHOD_ERRORS as error:
         raise UserError(f"the method plug-in '{entry.name}' ({entry.value}) cannot be loaded: {one_line(error)}") from error
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
@@ -214,7 +214,7 @@ def asked(method: Method | type[Method], what: str, call: Callable[[], T]) -> T:
         return call()
     except UserError:
         raise
-    except Exception as error:
+    except METHOD_ERRORS as error:
         raise UserError(f"method '{method.name}': its {what} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
@@ -335,7 +335,7 @@ def parse_method(text: str) -> MethodSpec:
         method = kind(**{option: value for option, value in given.items() if option in own})
     except UserError:
         raise
-    except Exception as error:
+    except METHOD_ERRORS as error:
         raise UserError(f"method '{text}' cannot be made: {type(error).__name__}: {one_line(error)}") from error
     policy = {option: value for option, value in given.items() if option not in own}
     spec = MethodSpec(method, asked(method, "policy_defaults", lambda: Policy(**{**method.policy_defaults(), **policy})))
@@ -348,7 +348,12 @@ def parse_methods(text: str) -> list[MethodSpec]:
 
     ``paper`` stands for the scans of the paper's main tables and ``all`` for :data:`EVERY` and the :func:`plug_ins` as they are without
     options, all of them optional unless they are named beside it. A plug-in that cannot be made without options is left out of ``all``.
+
+    Raises:
+        UserError: As :func:`parse_method`, or an empty list.
     """
+    if not text.strip(" ,"):
+        raise UserError("the list of methods is empty: name some, as in sparq,quest, or give paper or all")
     specs: dict[MethodSpec, MethodSpec] = {}
     for word in text.split(","):
         optional = word.strip() == "all"

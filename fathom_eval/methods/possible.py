@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fathom_eval.errors import UserError
+from fathom_eval.errors import METHOD_ERRORS, UserError
 
 if TYPE_CHECKING:
     from fathom_eval.methods import MethodSpec
@@ -33,6 +33,7 @@ class Possible:
 
     specs: list[MethodSpec]
     left_out: list[Impossible] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set, init=False, repr=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -63,8 +64,10 @@ class Possible:
                     lines = [f"left out at k={k}: {reason}" for k, reason in reasons.items()]
                 else:
                     lines = [f"left out: {error}"]
-                for line in lines:
-                    say(line)
+                for line in lines:  # options that do not come into it leave several methods with one line
+                    if line not in self._said:
+                        self._said.add(line)
+                        say(line)
                 self.left_out += _impossible(_label(spec), reasons, wanted)
                 continue
             kept.append(spec)
@@ -75,7 +78,7 @@ def _label(spec: MethodSpec) -> str:
     """Its label, or its name where the label itself is what fails."""
     try:
         return spec.label
-    except Exception:
+    except METHOD_ERRORS:
         return spec.method.name
 
 

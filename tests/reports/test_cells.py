@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fathom_eval.reports.cells import ALL_TASKS, Cell, Role, compute_cells, compute_overview, read_points
+from fathom_eval.reports.tables import mark
 
 Records = list[dict[str, Any]]
 MakeRecords = Callable[..., Records]
@@ -226,3 +227,15 @@ def test_a_task_that_every_scan_solves_is_marked(make_records: MakeRecords) -> N
     records = [{**r, "score": 0.0} if (r["label"], r["k"]) == ("sparq r=8", 64) else r for r in records]
     assert "at the ceiling" not in find(cells_of(records), "loki r=16", k=64).notes
     assert "at the ceiling" in find(cells_of(records), "loki r=16", k=128).notes
+
+
+def test_a_score_below_the_ceiling_is_not_marked_and_the_mark_hides_no_difference(make_records: MakeRecords) -> None:
+    records = [{**r, "score": 1.0} if not r["control"] else r for r in make_records(tasks=("vt",))]
+    records = [{**r, "score": 0.75} if r["method"] == "exact_topk" else r for r in records]
+    cells = cells_of(records)
+    assert "at the ceiling" not in find(cells, "exact top-k").notes
+    assert "at the ceiling" in find(cells, "sparq r=8").notes
+    assert mark(find(cells, "exact top-k")) == ""
+    assert mark(find(cells, "sparq r=8")) == "▲"
+    solved = cells_of([{**r, "score": 1.0} for r in records])
+    assert {mark(find(solved, label)) for label in ("exact top-k", "sparq r=8")} == {"≡"}

@@ -161,3 +161,24 @@ def test_variants_that_no_budget_leads_to_are_lines_of_their_own() -> None:
     assert line_of({**record, "options": {"basis": "klt", "rerank": 2.0}}) == "Fathom klt rerank=2.0"
     assert line_of({**record, "options": {}}) == "Fathom auto"
     assert line_of({"method": "sparq", "family": "SparQ", "label": "sparq r=D/4", "options": {"r": "D/4"}}) == "SparQ"
+
+
+def test_the_lead_is_the_longest_context_at_its_first_k_and_short(tmp_path: Path) -> None:
+    """Twelve methods, each a little better and dearer than the one before: of which three at a time are alike."""
+    records = []
+    for context in (300, 600):
+        for window in range(8):
+            for place in range(12):
+                # Pairs of methods differ in one window alone, so that no interval separates them.
+                error = 1.0 - 0.05 * (place // 3) - (0.001 * (place % 3) if window == 0 else 0)
+                records.append(made_record(window, f"scan {place}", 64, error, context=context, bits=10.0 + place, error_dense=error))
+    files = build_report([write_run(tmp_path / "run", records, kind="fidelity")], tmp_path / "out")
+    lead, *sections = files.markdown.read_text(encoding="utf-8").split("### ")
+    assert "At 600 tokens, k = 64" in lead
+    assert "At 300 tokens" not in lead
+    assert "scan 4 (14 bits, 0.950), 6 more and scan 11 (21 bits, 0.850)." in lead
+    assert "The other setting stands below." in lead
+    assert len(lead.split("dense attention", 1)[1]) < 900
+    chains = "neighbours are not separated in error: scan 0 … scan 2; scan 3 … scan 5; scan 6 … scan 8; scan 9 … scan 11."
+    own = {section.split("\n")[0]: section for section in sections}
+    assert all(chains in own[title] and "scan 7 (17 bits" in own[title] for title in ("300 tokens, k = 64", "600 tokens, k = 64"))

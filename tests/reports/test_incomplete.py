@@ -219,6 +219,42 @@ def test_packed_lines_of_a_timing_script(tmp_path: Path) -> None:
     text = "\n".join(map(json.dumps, timing_records(indexes=("host",)))).encode()
     (tmp_path / "steps.jsonl.gz").write_bytes(gzip.compress(text))
     assert "Decode steps of 6 methods" in read_page(build_report([tmp_path / "steps.jsonl.gz"], tmp_path / "out")).words
-    (tmp_path / "broken.jsonl.gz").write_bytes(gzip.compress(text)[:-20])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(text)[:-20])
+    files = build_report([tmp_path / "cut.jsonl.gz"], tmp_path / "out")
+    assert "Decode steps of 6 methods" in read_page(files).words
+    assert files.warnings[0].startswith(f"cut.jsonl.gz: {tmp_path / 'cut.jsonl.gz'} is cut off: what follows its first ")
+    (tmp_path / "broken.jsonl.gz").write_bytes(gzip.compress(text)[:8])
     with pytest.raises(UserError, match="cannot be read"):
         build_report([tmp_path / "broken.jsonl.gz"], tmp_path / "out")
+
+
+def test_packed_records_that_are_cut_off_are_reported_as_far_as_they_go(make_records: MakeRecords, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    records = make_records(tasks=("vt",), samples=24)
+    for sample in range(24):
+        write_run(run, [record for record in records if record["sample"] == sample], kind="ruler")
+    whole = (run / RECORDS).read_bytes()
+    packed = gzip.compress(whole)
+    (run / RECORDS).unlink()
+    (run / f"{RECORDS}.gz").write_bytes(packed[: len(packed) // 2])
+    files = build_report([run], tmp_path / "out")
+    read = len(data(files, "samples.csv"))
+    assert 0 < read < whole.count(b"\n")
+    assert any(f"{RECORDS}.gz is cut off: what follows its first " in warning for warning in files.warnings)
+
+
+def test_a_method_without_one_record_is_named_in_the_lead_and_among_the_warnings(make_records: MakeRecords, tmp_path: Path) -> None:
+    records = [one for one in make_records(tasks=("vt",), samples=6) if one["method"] != "landmark"]
+    labels = list(dict.fromkeys(one["label"] for one in records))
+    impossible = [{"method": "shadowkv", "k": 128, "reason": "no room"}]
+    settings = {"methods": [*labels, "landmark block=8", "shadowkv"], "k": [128], "impossible": impossible}
+    files = build_report([write_run(tmp_path / "run", records, kind="ruler", settings=settings)], tmp_path / "out")
+    said = "The run was asked for landmark block=8 and holds no record of it."
+    assert said in lead(read_page(files).words)
+    assert files.warnings == (f"run: {said}",)
+
+
+def test_a_file_whose_lines_have_no_kind_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "versions.jsonl").write_text('{"python": "3.12.1"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"versions.jsonl holds no run: no record with a kind; this version"):
+        build_report([tmp_path / "versions.jsonl"], tmp_path / "out")

@@ -349,3 +349,17 @@ def test_foreign_record_is_refused(tmp_path: Path) -> None:
         run.append([record])
     with pytest.raises(UserError, match="holds no record of kind 'ruler'"):
         build_report([tmp_path / "run"], tmp_path / "out")
+
+
+def test_a_scan_below_at_one_k_and_above_at_another_is_in_a_group_of_its_own(
+    make_records: MakeRecords, write_run: WriteRun, tmp_path: Path
+) -> None:
+    scores = {("sparq r=8", 64): 0.2, ("sparq r=8", 128): 0.9, ("sparq r=16", 128): 0.9, ("loki r=16", 64): 0.2}
+    records = [
+        {**record, "score": 1.0 if record["method"] == "dense" else scores.get((record["label"], record["k"]), 0.5)}
+        for record in make_records(tasks=("vt",), ks=(64, 128), samples=8)
+    ]
+    words = read_page(build_report([write_run(records)], tmp_path / "out")).words
+    assert "Below at some, above at others: sparq r=8 (1 below, 1 above of 2)." in words
+    assert "Above exact top-k somewhere: sparq r=16 (1 of 2)." in words
+    assert "Below it at some: loki r=16 (1 of 2)." in words

@@ -11,6 +11,8 @@ import pytest
 from fathom_eval.errors import UserError
 from fathom_eval.offload.bench.timing import PARTS
 from fathom_eval.reports import build_report
+from fathom_eval.reports.canvas import PALETTE
+from fathom_eval.reports.grids import part_styles
 from tests.reports.made_records import timing_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
 
@@ -159,3 +161,23 @@ def test_a_run_directory_of_the_bench_command_without_steps(kind: str, tmp_path:
     assert "Times of 3 kernel measurements" in read_page(files).words
     assert [row["ms"] for row in table(files, "kernels-copy")] == ["1.5", "2.5", "4"]
     assert {path.stem for path in files.figures} == {"kernels-copy"}
+
+
+def test_the_lead_tells_the_first_setting_and_every_other_stands_with_its_tables(tmp_path: Path) -> None:
+    records = [{**record, "aliased_layers": 1} for record in timing_records(contexts=(131072,))]
+    files = build_report([lines(tmp_path / "steps.jsonl", records)], tmp_path / "out")
+    text = files.markdown.read_text(encoding="utf-8")
+    lead, *sections = text.split("### ")
+    assert "With the index in host memory, batch 1, k = 512, at 131,072 tokens: fathom 48 takes" in lead
+    assert "index in HBM" not in lead
+    assert "The other setting stands below." in lead
+    [own] = [section for section in sections if section.startswith("Decode step, index in HBM")]
+    assert "With the index in HBM, batch 1, k = 512, at 131,072 tokens: fathom 48 takes" in own
+    assert {row["notes"] for row in table(files, "steps-host-b1-k512")} == {"1 layer shares buffers"}
+
+
+def test_no_two_parts_of_a_bar_look_alike() -> None:
+    styles = part_styles([*PARTS, "other"])
+    assert len(set(styles.values())) == len(PARTS) + 1
+    assert styles["other"][0] not in PALETTE
+    assert len(set(part_styles([f"part {number}" for number in range(20)]).values())) == 20
