@@ -37,6 +37,7 @@ class TokenSource:
         ids: Its tokens, one after another.
         beginning: Ids that stand at the start of every window.
         repositories: Those that its trajectories worked on.
+        title: What a reader knows it by, where that is not the name.
     """
 
     name: str
@@ -44,13 +45,16 @@ class TokenSource:
     ids: Sequence[int]
     beginning: tuple[int, ...]
     repositories: tuple[str, ...] = ()
+    title: str = ""
 
     def windows(self, lengths: Sequence[int]) -> list[list[int]]:
         """Disjoint windows of these lengths, in order. Raises :class:`UserError` where the text is too short for them."""
         lead = len(self.beginning)
         needed = sum(length - lead for length in lengths)
         if len(self.ids) < needed:
-            raise UserError(f"{self.name} has {len(self.ids):,} tokens, {needed:,} are needed: ask for fewer, or give a longer text")
+            raise UserError(
+                f"{self.title or self.name} has {len(self.ids):,} tokens, {needed:,} are needed: ask for fewer, or give a longer text"
+            )
         windows, start = [], 0
         for length in lengths:
             windows.append([*self.beginning, *self.ids[start : start + length - lead]])
@@ -61,7 +65,8 @@ class TokenSource:
 def text_source(tokenizer: Any, haystack: Haystack) -> TokenSource:
     """The tokens of a text."""
     encoder = PromptEncoder(tokenizer, chat_template=False)
-    return TokenSource(haystack.name, haystack.sha256, encoder.encode_many([haystack.text])[0], tuple(encoder.encode("")))
+    ids, beginning = encoder.encode_many([haystack.text])[0], tuple(encoder.encode(""))
+    return TokenSource(haystack.name, haystack.sha256, ids, beginning, title=haystack.title)
 
 
 def trajectory_source(

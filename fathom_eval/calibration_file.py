@@ -100,12 +100,14 @@ class Calibration:
         path: Its file.
         sha256: Of its content.
         tensors: Statistics stacked over layers, ``[L, H, …]``, and plans ``[L]``.
+        text: What a reader knows its text by; not part of the content.
     """
 
     path: Path
     sha256: str
     provenance: Provenance
     tensors: Mapping[str, Tensor]
+    text: str = ""
     _layers: dict[tuple[int, torch.device], LayerStatistics] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -176,8 +178,11 @@ def stored_names() -> list[str]:
     return sorted(path.stem for path in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
 
 
-def save_calibration(path: Path, tensors: Mapping[str, Tensor], provenance: Provenance) -> Calibration:
+def save_calibration(path: Path, tensors: Mapping[str, Tensor], provenance: Provenance, *, text: str = "") -> Calibration:
     """Write a calibration; the same content gives the same bytes.
+
+    Args:
+        text: What a reader knows its text by, as the name of a file; the hash of the content leaves it out.
 
     Raises:
         UserError: The place cannot be written.
@@ -186,7 +191,8 @@ def save_calibration(path: Path, tensors: Mapping[str, Tensor], provenance: Prov
 
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sha256 = _digest(held, asdict(provenance))
-    metadata = {_METADATA: canonical_json({"schema": SCHEMA, "sha256": sha256, "provenance": asdict(provenance)})}
+    header = {"schema": SCHEMA, "sha256": sha256, "provenance": asdict(provenance)}
+    metadata = {_METADATA: canonical_json({**header, "text": text} if text else header)}
     content = save(held, metadata=metadata)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +200,7 @@ def save_calibration(path: Path, tensors: Mapping[str, Tensor], provenance: Prov
         write_atomically(path, content)
     except OSError as error:
         raise_file_error(path, "write", error)
-    return Calibration(path.absolute(), sha256, provenance, held)
+    return Calibration(path.absolute(), sha256, provenance, held, text or provenance.text)
 
 
 def load_calibration(path: Path) -> Calibration:
@@ -229,7 +235,7 @@ def load_calibration(path: Path) -> Calibration:
         _check_shapes(tensors, provenance)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is no usable calibration: {one_line(error)}") from None
-    return Calibration(path.absolute(), sha256, provenance, tensors)
+    return Calibration(path.absolute(), sha256, provenance, tensors, str(header.get("text") or provenance.text))
 
 
 class Reference(str):

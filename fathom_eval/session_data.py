@@ -10,10 +10,19 @@ from typing import Any
 
 from fathom_eval.errors import UserError
 from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.reports.wording import count
 from fathom_eval.sessions import builtin
-from fathom_eval.sessions.assembly import DEFAULT_TOKENS, Session, build_sessions, gather_candidates, parse_session_tokens, plan_sessions
+from fathom_eval.sessions.assembly import (
+    DEFAULT_TOKENS,
+    Plan,
+    Session,
+    build_sessions,
+    gather_candidates,
+    parse_session_tokens,
+    plan_sessions,
+)
 from fathom_eval.sessions.encoded_cache import EncodedCache
-from fathom_eval.sessions.encoding import Candidate, TrajectoryEncoder
+from fathom_eval.sessions.encoding import TrajectoryEncoder
 from fathom_eval.sessions.packing import rank
 from fathom_eval.sessions.reading import read_trajectories
 from fathom_eval.sessions.rendering import Renderer, choose_renderer
@@ -156,8 +165,13 @@ def check_k(k_values: list[int], low: int, high: int, facts: ModelFacts) -> None
             )
 
 
-def prepare_sessions(loaded: LoadedModel, settings: SourceSettings, *, say: Callable[[str], None] = lambda line: None) -> SessionData:
+def prepare_sessions(
+    loaded: LoadedModel, settings: SourceSettings, *, report: ReadReport | None = None, say: Callable[[str], None] = lambda line: None
+) -> SessionData:
     """Read trajectories and assemble sessions.
+
+    Args:
+        report: Filled as reading goes on, so that it tells what was left out even where this raises.
 
     Raises:
         UserError: There are no trajectories, none can be rendered, no repository has enough text, the chat template was asked for and
@@ -165,7 +179,7 @@ def prepare_sessions(loaded: LoadedModel, settings: SourceSettings, *, say: Call
     """
     renderer, rendering = choose_renderer(loaded.tokenizer, settings.rendering)
     encoder = TrajectoryEncoder(loaded.tokenizer, renderer, EncodedCache())
-    report = ReadReport()
+    report = ReadReport() if report is None else report
     tools: dict[str, frozenset[str]] = {}
     trajectories = read_trajectories(
         settings.trajectories or str(builtin.PATH),
@@ -189,8 +203,9 @@ def prepare_sessions(loaded: LoadedModel, settings: SourceSettings, *, say: Call
         raise UserError(f"no trajectory of {visible(settings.name, 80)} can be rendered: {next(iter(report.lines()), 'it is empty')}")
     plan = plan_sessions(candidates, prefix_tokens=prefix_tokens, **bounds)
     if not plan.packs:
-        raise UserError(_too_little(settings, candidates))
-    say(f"{len(plan.packs)} sessions of {settings.low:,} to {settings.high:,} tokens can be made of {len(candidates)} trajectories")
+        raise UserError(_no_session(settings, plan))
+    made, of = count(len(plan.packs), "session"), count(len(candidates), "trajectory")
+    say(f"{made} of {settings.low:,} to {settings.high:,} tokens can be made of {of}")
     built, left_out = build_sessions(plan, candidates, encoder, seed=settings.seed, sessions=settings.sessions)
     if not built:
         raise UserError(f"no session can be built: {left_out[0]}")
@@ -248,17 +263,26 @@ def _prepared(session: Session, tools: dict[str, frozenset[str]], renderer: Rend
     )
 
 
-def _too_little(settings: SourceSettings, candidates: list[Candidate]) -> str:
-    totals: dict[str, int] = {}
-    for candidate in candidates:
-        if settings.repo in (None, candidate.repo):
-            totals[candidate.repo] = totals.get(candidate.repo, 0) + candidate.length
-    named = sorted((repo for repo in totals if repo), key=lambda repo: -totals[repo])
+def _no_session(settings: SourceSettings, plan: Plan) -> str:
+    named = sorted(plan.repositories, key=lambda repository: -repository.tokens)
     if not named:
         return f"no trajectory of {visible(settings.name, 80)} names a repository: name it with --default-repo"
-    shown = ", ".join(f"{visible(repo, 60)} has {totals[repo]:,}" for repo in named[:3])
-    more = f" and {len(named) - 3} more have less" if len(named) > 3 else ""
+    refusal = f"no repository of {visible(settings.name, 80)} gives a session of {settings.low:,} to {settings.high:,} tokens"
+    largest = named[0]
+    if largest.tokens < settings.low:
+        shown = ", ".join(f"{visible(one.repo, 60)} has {one.tokens:,}" for one in named[:3])
+        more = f" and {len(named) - 3} more have less" if len(named) > 3 else ""
+        return f"{refusal} ({shown}{more}): give other --session-tokens or more trajectories"
+    has = f"{visible(largest.repo, 60)} has {largest.tokens:,} tokens"
+    late = f"longer and without a usable target in the first {settings.high:,} tokens"
+    if largest.late < largest.trajectories:
+        return (
+            f"{refusal}: text is not lacking ({has}), but no choice of trajectories ends before a usable target at that length; "
+            f"{largest.late} of {largest.trajectories} are {late}: give a wider or longer --session-tokens"
+        )
+    if largest.earliest_target is None:
+        return f"{refusal}: text is not lacking ({has}), but all its trajectories are longer and without a usable target: give others"
     return (
-        f"no repository of {visible(settings.name, 80)} gives a session of {settings.low:,} to {settings.high:,} tokens ({shown}{more}): "
-        "give other --session-tokens or more trajectories"
+        f"{refusal}: text is not lacking ({has}), but all its trajectories are {late}; the earliest comes after "
+        f"{largest.earliest_target:,}: give longer --session-tokens"
     )

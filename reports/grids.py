@@ -100,7 +100,7 @@ def part_styles(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
     styles = {
         part: (PALETTE[index % len(PALETTE)], HATCHES[(index + index // len(PALETTE)) % len(HATCHES)]) for index, part in enumerate(named)
     }
-    return {part: styles.get(part, (GREY, "..")) for part in parts}
+    return {part: styles.get(part, (GREY, "--")) for part in parts}
 
 
 def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequence[Bar], axis: str, mark_label: str) -> Drawing | None:

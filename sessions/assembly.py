@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,13 +56,23 @@ class Session:
 
 @dataclass(frozen=True)
 class RepositorySummary:
-    """What one repository gave: trajectories, their tokens, sessions, and trajectories that are in none, with the reason."""
+    """What one repository gave.
+
+    Attributes:
+        trajectories, tokens, sessions: How many.
+        unused: trajectories that are in no session, with the reason.
+        late: trajectories longer than a session and without a usable target early enough for one.
+        earliest_target: fewest tokens, with those that stand before every session, that a session ending in one of ``late`` takes; None
+            where they have no usable target at all.
+    """
 
     repo: str
     trajectories: int
     tokens: int
     sessions: int
     unused: tuple[tuple[str, str], ...]
+    late: int = 0
+    earliest_target: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,13 +139,20 @@ def plan_sessions(
         packs.extend((name, one) for one in found)
         used = {member for one in found for member in one.members}
         unused = tuple((names[item.name], _why_unused(item, of_one, low, high)) for item in of_one if item.name not in used)
-        summaries.append(RepositorySummary(name, len(of_one), sum(item.length for item in of_one), len(found), unused))
+        late = [item for item in of_one if _is_late(item, high)]
+        earliest = min((item.cuts[0] + prefix_tokens for item in late if item.cuts), default=None)
+        tokens = sum(item.length for item in of_one)
+        summaries.append(RepositorySummary(name, len(of_one), tokens, len(found), unused, len(late), earliest))
     packs.sort(key=lambda entry: rank(seed, "session", entry[0], *entry[1].members))
     return Plan(tuple(packs), tuple(summaries), tuple(notes))
 
 
+def _is_late(item: Item, high: int) -> bool:
+    return item.length >= high and not item.cuts_between(0, high)
+
+
 def _why_unused(item: Item, items: Sequence[Item], low: int, high: int) -> str:
-    if item.length >= high and not item.cuts_between(0, high):
+    if _is_late(item, high):
         return f"longer than a session ({item.length:,} tokens) and without a usable target in its first {high:,} tokens"
     total = sum(other.length for other in items)
     if total < low:
@@ -169,6 +187,7 @@ def build_sessions(
     """The sessions of a plan, each checked, and notes on what could not be built.
 
     Every prompt is checked to be a token-level prefix of the rendering of its last trajectory; a target that fails gives way to another.
+    So does one whose prompt an earlier session has, as where one trajectory is the beginning of another.
 
     Args:
         plan: from :func:`plan_sessions`.
@@ -180,23 +199,32 @@ def build_sessions(
     by_content = {candidate.content_hash: candidate for candidate in reversed(list(candidates))}
     built: list[Session] = []
     notes: list[str] = []
+    taken: set[bytes] = set()
     for repo, one in plan.packs:
         if sessions is not None and len(built) >= sessions:
             break
         last = by_content[one.last]
         encoded = encoder.load(last)
-        target = _checked_target(one, last, encoded, encoder, seed)
-        if target is None:
-            notes.append(f"a session of {visible(repo, 80)} is left out: no prompt is a token-level prefix of {visible(last.id, 80)}")
-            continue
-        built.append(_session(repo, [by_content[name] for name in one.whole], last, encoded, target, encoder))
+        why = f"no prompt is a token-level prefix of {visible(last.id, 80)}"
+        for target in _checked_targets(one, last, encoded, encoder, seed):
+            session = _session(repo, [by_content[name] for name in one.whole], last, encoded, target, encoder)
+            content = hashlib.sha256(session.prompt_ids.tobytes()).digest()
+            if content not in taken:
+                taken.add(content)
+                built.append(session)
+                break
+            why = f"its prompt, which ends in {visible(last.id, 80)}, is that of another session"
+        else:
+            notes.append(f"a session of {visible(repo, 80)} is left out: {why}")
     return built, notes
 
 
-def _checked_target(one: Pack, last: Candidate, encoded: EncodedTrajectory, encoder: TrajectoryEncoder, seed: int) -> TokenTarget | None:
+def _checked_targets(
+    one: Pack, last: Candidate, encoded: EncodedTrajectory, encoder: TrajectoryEncoder, seed: int
+) -> Iterator[TokenTarget]:
     fitting = [target for target in encoded.targets if target.start in one.cuts]
     fitting.sort(key=lambda target: rank(seed, "target", last.content_hash, str(target.step)))
-    return next((target for target in fitting if encoder.is_prefix(encoded, target)), None)
+    return (target for target in fitting if encoder.is_prefix(encoded, target))
 
 
 def _session(

@@ -79,7 +79,7 @@ def _skip_unknown(record: Record, report: ReadReport) -> None:
 def _nothing_found(spec: str, report: ReadReport, format_name: str | None) -> str:
     known = ", ".join(f"{name} ({reader.KEYS})" for name, reader in READERS.items())
     where = visible(spec, 200)
-    problem = next(iter(report.lines()), "")
+    problem = report.why_nothing()
     if format_name is not None:
         return f"{where} holds no trajectory of format {format_name}: {problem or 'it is empty'}"
     if report.unknown_keys and len(report.skipped) == report.reasons["rows of no known format"]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fathom_eval.sessions.safe_text import visible
 
+_USED = "; what came before is used"
 KEPT_LINES = 200
 """Problems of which the place is kept; the rest is counted."""
 
@@ -44,7 +45,7 @@ class ReadReport:
     def cut_short(self, where: str, reason: str) -> None:
         """A source that ended before its end."""
         self.reasons["sources cut short"] += 1
-        self.cut.append(visible(f"{where}: {reason}", 300))
+        self.cut.append(visible(f"{where}: {reason}", 300 - len(_USED)) + _USED)
 
     def skip(self, where: str, reason: str, kind: str) -> None:
         """A record without a usable trajectory. ``kind`` is the reason without details."""
@@ -55,3 +56,11 @@ class ReadReport:
     def lines(self) -> list[str]:
         """Everything that was left out, for people."""
         return [*self.cut, *self.broken, *self.skipped]
+
+    def why_nothing(self) -> str:
+        """In words why no trajectory came of it; empty where nothing was left out."""
+        if not self.cut:
+            return next(iter(self.lines()), "")
+        # Every whole record that gives no trajectory is among the skipped ones.
+        what = self.cut[0].removesuffix(_USED)
+        return f"{what}; before that, {self.skipped[0]}" if self.skipped else f"{what} before the first whole record"

@@ -113,7 +113,7 @@ def _plain(path: Path, name: str, report: ReadReport) -> Iterator[bytes]:
             while chunk := handle.read(_CHUNK_BYTES):
                 yield chunk
     except OSError as error:
-        report.cut_short(name, f"reading failed ({error.strerror or error}); what came before is used")
+        report.cut_short(name, f"reading failed ({error.strerror or error})")
 
 
 def _unzipped(path: Path, name: str, report: ReadReport) -> Iterator[bytes]:
@@ -124,7 +124,7 @@ def _unzipped(path: Path, name: str, report: ReadReport) -> Iterator[bytes]:
                 yield chunk
     except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
         kind = "the gzip file is cut short" if isinstance(error, EOFError) else f"the gzip file is damaged ({error})"
-        report.cut_short(name, f"{kind}; what came before is used")
+        report.cut_short(name, kind)
 
 
 def _reasons_of_gzip(path: Path, name: str) -> list[str]:
@@ -245,7 +245,7 @@ def _parquet(path: Path, name: str, report: ReadReport) -> Iterator[Record]:
                     report.records += 1
                     yield Record(f"{name}, row {number}", row)
         except (ArrowException, OSError) as error:
-            report.cut_short(name, f"damaged after row {number} ({visible(error, 120)}); what came before is used")
+            report.cut_short(name, f"damaged after row {number} ({visible(error, 120)})")
 
 
 def _folder(root: Path, report: ReadReport) -> Iterator[Record]:
@@ -282,7 +282,7 @@ def _event_files(root: Path, folder: Path, files: list[Path], report: ReadReport
         try:
             size += file.stat().st_size
             if size > MAX_RECORD_BYTES:
-                report.cut_short(where, f"more than {MAX_RECORD_BYTES >> 20} MiB of events; what came before is used")
+                report.cut_short(where, f"more than {MAX_RECORD_BYTES >> 20} MiB of events")
                 break
             events.append(json.loads(file.read_bytes()))
         except (OSError, ValueError, RecursionError) as error:
@@ -314,4 +314,4 @@ def _hub(spec: str, revision: str | None, report: ReadReport) -> Iterator[Record
                 f"'{spec}' is no local file or folder, and the hub set of that name{at} cannot be streamed: {reason}; "
                 "give a local file instead"
             ) from None
-        report.cut_short(spec, f"the stream ended after {number} rows ({reason}); what came before is used")
+        report.cut_short(spec, f"the stream ended after {number} rows ({reason})")

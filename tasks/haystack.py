@@ -44,6 +44,11 @@ class Haystack:
             raise UserError(f"haystack {origin} is empty: it holds no text")
         return cls(name, origin, tuple(sentences), hashlib.sha256("".join(sentences).encode()).hexdigest())
 
+    @property
+    def title(self) -> str:
+        """What a reader knows it by: the name, or that of the file."""
+        return self.origin if self.name == "file" else self.name
+
     @cached_property
     def text(self) -> str:
         return "".join(self.sentences)

@@ -290,3 +290,17 @@ def separated(k: int, below: bool = True) -> Sequence[str]:
     found = [one for one in rows(RULER, "overview.csv") if one["k"] == str(k) and one["minus_exact_top_k"]]
     end = "minus_exact_top_k_high" if below else "minus_exact_top_k_low"
     return [one["method"] for one in found if (float(one[end]) < 0 if below else float(one[end]) > 0)]
+
+
+TABLES = "fidelity-smollm2-depth-tables"
+
+
+def depth_tables_words() -> str:
+    """What depths of measured distortion change in the KLT basis at equal bytes."""
+    found = at_equal_bytes(TABLES, "klt", 128)
+    measured = [one for label, one in found.items() if label.endswith("depths=measured")]
+    dense, exact = ([float(ratio(one, metric)) for one in measured] for metric in ("error_dense", "error_exact"))
+    return (
+        f"In the KLT basis, over {len(measured)} budgets at k = 128, they give × {min(dense):.2f} to {max(dense):.2f} to dense and "
+        f"× {min(exact):.2f} to {max(exact):.2f} to exact top-k"
+    )

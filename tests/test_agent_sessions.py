@@ -495,6 +495,38 @@ def test_a_broken_line_is_named_and_the_rest_is_used(
     assert "rows.jsonl, line 7" in capsys.readouterr().out
 
 
+def late_row(number: int, turns: int) -> dict[str, Any]:
+    """A long task before the first step that could be a target."""
+    messages = chat_messages(turns)
+    messages[1]["content"] = " ".join(f"Fault {number} is seen at line {line}." for line in range(60))
+    return rebench_row(messages, trajectory_id=f"late{number}", repo="owner/project")
+
+
+def test_a_refusal_names_its_cause_after_what_was_skipped(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(tmp_path / "late.jsonl", [late_row(number, 4) for number in range(3)])
+    path.write_text(path.read_text(encoding="utf-8") + '{"broken": \n', encoding="utf-8")
+    assert main(arguments(trajectories=path)) == 2
+    out, err = capsys.readouterr()
+    assert "skipped (1):\n  late.jsonl, line 4: broken JSON" in out
+    cause = (
+        r"text is not lacking \(owner/project has [\d,]+ tokens\), but all its trajectories are longer and without a usable target in the"
+    )
+    found = re.search(cause + r" first 700 tokens; the earliest comes after ([\d,]+): give longer --session-tokens", err)
+    assert found
+    enough = int(found[1].replace(",", ""))
+    assert enough > 700
+    fits = {"methods": "dense", "sessions": 1, "max_new_tokens": 2, "session_tokens": f"{enough}:{enough}"}
+    assert main(arguments(trajectories=path, **fits)) == 0, "what the refusal says is enough"
+
+    mixed = write_jsonl(
+        tmp_path / "mixed.jsonl", [*(late_row(number, 4) for number in range(2)), rebench_row(chat_messages(1), repo="owner/project")]
+    )
+    assert main(arguments(trajectories=mixed)) == 2
+    assert "but no choice of trajectories ends before a usable target at that length; 2 of 3 are longer" in capsys.readouterr().err
+
+
 def test_an_unrendered_repository_needs_a_name(
     arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,14 @@ def test_a_file_that_is_not_what_it_was_is_refused_in_one_line(
     with pytest.raises(UserError, match=message) as error:
         parse_method("fathom:statistics=prose")
     assert "\n" not in str(error.value)
+
+
+def test_the_name_of_a_text_is_no_content(tiny: LoadedModel, window: list[int]) -> None:
+    found = calibrate(tiny, window, "plain")
+    named = save_calibration(calibration_path("named"), found.tensors, found.provenance, text="wiki.raw")
+    assert named.sha256 == found.sha256
+    assert load_calibration(named.path).text == "wiki.raw"
+    assert load_calibration(found.path).text == found.provenance.text
 
 
 def test_shapes_that_do_not_fit_are_refused(tiny: LoadedModel, window: list[int]) -> None:
@@ -413,7 +422,18 @@ def test_the_command_saves_what_methods_take_by_name(
     assert cli.main(arguments("--overwrite", **plan)) == 0
     assert load_calibration(calibration_path("prose")).sha256 == document["sha256"], "the same input gives the same content"
     assert cli.main(["calibrate", "--list"]) == 0
-    assert f"prose@{document['sha256'][:12]}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"prose@{document['sha256'][:12]}" in shown
+    assert "prose.txt" in shown, "a text is known by the name of its file"
+    torn = calibration_path("torn")
+    torn.write_bytes(calibration_path("prose").read_bytes()[:500])
+    assert cli.main(["calibrate", "--list"]) == 0
+    assert re.search(r"^torn +unreadable", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["calibrate", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in listed["calibrations"]] == ["prose"]
+    assert [one["name"] for one in listed["unreadable"]] == ["torn"]
+    torn.unlink()
 
     run = tmp_path / "run"
     methods = "fathom,fathom:statistics=prose,fathom:layer_plan=prose,loki:statistics=prose"

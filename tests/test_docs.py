@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,30 @@ def test_what_the_fidelity_document_says_of_its_table() -> None:
     assert found["fathom budget=80 basis=klt"][1] <= 1.05 * found["sparq r=D/4"][1]
     for scan, double in (("fathom budget=48 basis=klt", "fathom budget=80 basis=klt"), ("sparq r=D/8", "sparq r=D/4")):
         assert found[f"{scan} rerank=2.0"][1] < found[double][1]
+
+
+def reader_row(long: dict[str, Any], short: dict[str, Any]) -> str:
+    """What a file holds, and the sessions of either length that it gives."""
+    repositories = long["repositories"].values()
+    sums = [f"{sum(one[key] for one in repositories):,}" for key in ("steps", "targets", "tokens")]
+    skipped, notes = ("; ".join(f"{times} × {what}" for what, times in long[key].items()) for key in ("problems", "notes"))
+    counts = [long["records"], long["trajectories"], len(repositories), *sums, long["sessions"], short["sessions"]]
+    cells = [f"`{long['file']}`", ", ".join(long["formats"]), *map(str, counts), skipped or "none", notes or "–"]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_readers_is_what_inspect_printed() -> None:
+    recorded = json.loads((ROOT / "reports/published/readers/inspect.json").read_text(encoding="utf-8"))
+    by_length = {(one["file"], one["session_tokens"]): one for one in recorded}
+    files = dict.fromkeys(one["file"] for one in recorded)
+    section = (ROOT / "docs/sessions.md").read_text(encoding="utf-8").split("## What the readers make of real files")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    assert table[2:] == [reader_row(by_length[file, "80000:100000"], by_length[file, "3000:4000"]) for file in files]
+    assert len(files) == 6
+    assert ("No record was skipped." in section) == (not any(one["problems"] for one in recorded))
+    assert all("/" not in one["file"] and one["unit"] == "tokens" for one in recorded)
+    without = [one["file"] for one in recorded if not sum(counts["targets"] for counts in one["repositories"].values())]
+    assert set(without) == {"v0_output_fastjson2.jsonl.gz"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -29,6 +29,7 @@ from tests.findings import (
     at_equal_bytes,
     calibration_errors,
     calibration_table,
+    depth_tables_words,
     helps,
     interval,
     paired_errors,
@@ -81,6 +82,7 @@ def fidelity_phrases() -> dict[str, str]:
     plain = at_equal_bytes(LONG, "klt", 512)[KLT]
     long = [(error(LONG, scan, 90112, 512), error(LONG, f"{scan} rerank=2.0", 90112, 512)) for scan in (KLT, SPARQ)]
     return {
+        "depth tables": depth_tables_words(),
         "sparq8": f"**SparQ r = D/8**, 34.0 bits: Fathom needs {reached_words(SPARQ)}.",
         "sparq4": f"**SparQ r = D/4**, 68.0 bits: {reached_words(SPARQ_QUARTER)}.",
         "double": f"**Double Sparsity c = D/4**, 68.0 bits: {reached_words(DOUBLE)}.",
@@ -299,7 +301,7 @@ def ruler_tables() -> list[str]:
 
 DOCUMENTS = {
     FIDELITY: (fidelity_phrases, fidelity_tables, "## At 32k and 90k tokens"),
-    AGENT_SESSIONS: (sessions_phrases, sessions_tables, ""),
+    AGENT_SESSIONS: (sessions_phrases, sessions_tables, "## How to read it"),  # tests/test_docs.py has what comes before
     TASKS: (ruler_phrases, ruler_tables, ""),
 }
 # Numbers that are no measurement: names, settings and sizes of what was asked for.

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     haystack = None if args.trajectories is not None else _haystack(args, console)
 
     from fathom_eval.models import load_model
+    from fathom_eval.reports.wording import count
 
     loaded = load_model(
         args.model,
@@ -105,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     path = path or _default_path(args, loaded, source)
     if args.tokens < _FEW_TOKENS_A_CHANNEL * facts.head_dim:
         console.warn(f"{args.tokens} tokens are few for a covariance of {facts.head_dim} channels: a basis from them is noise in part")
-    console.say(f"{facts.name} ({facts.dtype}, {facts.place}), {source.name}: {windows} windows of {args.context} tokens")
+    console.say(
+        f"{facts.name} ({facts.dtype}, {facts.place}), {source.title or source.name}: {count(windows, 'window')} of {args.context} tokens"
+    )
     return _measure(args, console, loaded, source, cut, windows, means, path)
 
 
@@ -239,7 +242,7 @@ def _measure(
             tensors["plan_errors"] = torch.tensor(errors, dtype=torch.float64)
             for mean in means:
                 tensors[f"plan_{mean}"] = torch.tensor(greedy_plan(errors, mean))
-    saved = save_calibration(path, tensors, provenance)
+    saved = save_calibration(path, tensors, provenance, text=source.title)
     for mean, budgets in saved.plans.items():
         console.say(f"plan of mean {mean}: {' '.join(map(str, budgets))}")
     use = saved.name if args.output is None else str(path)
@@ -259,12 +262,14 @@ def _list(console: Console) -> int:
 
     from fathom_eval.calibration_file import calibration_path, calibrations_folder, load_calibration, stored_names
 
-    rows, documents = [], []
+    rows, documents, unreadable = [], [], []
     for name in stored_names():
         try:
             found = load_calibration(calibration_path(name))
         except UserError as error:
             console.warn(str(error))
+            unreadable.append({"name": name, "problem": str(error)})
+            rows.append({"name": name, "model": "unreadable", **dict.fromkeys(("dtype", "text", "tokens", "context", "plans"), "")})
             continue
         made = found.provenance
         plans = ", ".join(map(str, made.plan.means)) if made.plan else ""
@@ -274,7 +279,7 @@ def _list(console: Console) -> int:
                 "name": found.reference,
                 "model": made.model,
                 "dtype": made.dtype,
-                "text": made.text,
+                "text": found.text,
                 "tokens": f"{made.tokens:,}",
                 "context": f"{made.context:,}",
                 "plans": plans,
@@ -284,5 +289,5 @@ def _list(console: Console) -> int:
         console.table(pd.DataFrame(rows), title=f"calibrations in {calibrations_folder()}")
     else:
         console.say(f"there are no calibrations in {calibrations_folder()}")
-    console.document({"folder": str(calibrations_folder()), "calibrations": documents})
+    console.document({"folder": str(calibrations_folder()), "calibrations": documents, "unreadable": unreadable})
     return 0

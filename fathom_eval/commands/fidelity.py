@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec
     from fathom_eval.methods.possible import Possible
+    from fathom_eval.reports.wording import count
     from fathom_eval.run import Run, default_run_path
     from fathom_eval.run_files import check_free_space
     from fathom_eval.tasks.haystack import Haystack
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     check_positions(args.positions, contexts, facts)
     possible.keep(k_values, lambda spec, at: spec.check(facts, at), console.say)
     specs = possible.specs
-    known = text.sha256 if isinstance(text, Haystack) else None
+    known, title = (text.sha256, text.title) if isinstance(text, Haystack) else (None, text.name)
     for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=known):
         console.warn(line)
     windows = work.windows(loaded, console.say)
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         "model": facts.name,
         "device": device_name(facts.place),
         "dtype": facts.dtype,
-        "haystack": {"name": text.name, "origin": text.origin if isinstance(text, Haystack) else "agent sessions"},
+        "haystack": {"name": title, "origin": text.origin if isinstance(text, Haystack) else "agent sessions"},
         "versions": dict(versions()),
         "settings": {
             "context": contexts,
@@ -125,10 +126,10 @@ def run(args: argparse.Namespace) -> int:
         for problem in opened.problems:
             console.warn(problem)
         units = missing_units(opened, contexts, args.windows, branches)
-        kept = f"; {len(opened)} records are there already" if len(opened) else ""
+        kept = f"; {count(len(opened), 'record')} there already" if len(opened) else ""
         console.say(
-            f"{facts.name} ({facts.dtype}, {facts.place}), {text.name}: {len(units)} windows to do, "
-            f"the last {args.positions} positions of each, {len(branches)} branches{kept}"
+            f"{facts.name} ({facts.dtype}, {facts.place}), {title}: {count(len(units), 'window')} to do, "
+            f"the last {count(args.positions, 'position')} of each, {len(branches)} branches{kept}"
         )
         _measure(console, loaded, windows, opened, units, work, args)
         return _report(console, opened, choice)
@@ -200,12 +201,13 @@ def _list_suites(console: Console) -> int:
 def _report(console: Console, opened: Run, choice: Choice) -> int:
     from fathom_eval.reports.build import build_report
     from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table
+    from fathom_eval.reports.wording import count
 
     files = build_report([opened.path], opened.path / "report")
     frame = fidelity_frame(opened.iter_records())
     for row in frame[frame["failures"] > 0].to_dict(orient="records"):
         at = "" if row["k"] != row["k"] else f" at k={int(row['k'])}"
-        console.warn(f"{row['method']}{at} failed in {row['failures']} windows: {row['failure']}")
+        console.warn(f"{row['method']}{at} failed in {count(row['failures'], 'window')}: {row['failure']}")
     table = fidelity_table(frame)
     console.table(table, title="error of each method's attention outputs (bits: scan bits per token, KV head and layer)")
     suite = report_suite(console, opened, choice) if choice.suite is not None else {}

@@ -100,14 +100,16 @@ def _encoder(args: argparse.Namespace, console: Console) -> tuple[TrajectoryEnco
 def _print(console: Console, args: argparse.Namespace, inspection: Inspection, counted_with: str) -> None:
     import pandas
 
+    from fathom_eval.reports.wording import count
     from fathom_eval.sessions.safe_text import visible
 
     report = inspection.report
-    formats = ", ".join(f"{name} ({count})" for name, count in report.formats.most_common())
-    console.say(f"{visible(args.file, 200)}: {report.trajectories} trajectories in {report.records} records; format {formats}")
+    formats = ", ".join(f"{name} ({times})" for name, times in report.formats.most_common())
+    amounts = f"{count(report.trajectories, 'trajectory')} in {count(report.records, 'record')}"
+    console.say(f"{visible(args.file, 200)}: {amounts}; format {formats}")
     console.say(f"counted: {visible(counted_with, 200)}")
     console.say(
-        f"condensation: {args.condensation}; endings: " + ", ".join(f"{name} {count}" for name, count in inspection.endings.most_common())
+        f"condensation: {args.condensation}; endings: " + ", ".join(f"{name} {times}" for name, times in inspection.endings.most_common())
     )
     rows = [
         {
@@ -125,8 +127,9 @@ def _print(console: Console, args: argparse.Namespace, inspection: Inspection, c
     if inspection.plan is not None:
         total = len(inspection.plan.packs)
         where = sum(1 for summary in inspection.plan.repositories if summary.sessions)
-        console.say(f"sessions of {args.session_tokens} tokens: {total} of {where} repositories")
-    print_list(console, "left out or changed", [f"{count} × {what}" for what, count in inspection.notes.most_common()])
+        found = f"{total} of {count(where, 'repository')}" if total else "none"
+        console.say(f"sessions of {args.session_tokens} tokens: {found}")
+    print_list(console, "left out or changed", [f"{times} × {what}" for what, times in inspection.notes.most_common()])
     if inspection.refused:
         console.say(f"targets not used, since their prompt is no prefix of the trajectory's own tokens: {inspection.refused}")
     print_list(console, "skipped", report.lines(), sum(report.reasons.values()))

@@ -53,7 +53,7 @@ def choose(args: argparse.Namespace, console: Console) -> Choice:
         if calibrations:
             raise UserError("--calibration goes with --suite; a method names its own, as in fathom:statistics=NAME")
         contexts, k_values = numbers(args.context or _CONTEXT, "--context"), numbers(args.k or _K, "--k")
-        return Choice(parse_methods(args.methods or "paper"), contexts, k_values, None, {})
+        return Choice(parse_methods("paper" if args.methods is None else args.methods), contexts, k_values, None, {})
     suite = find_suite(args.suite)
     if args.methods is not None:
         raise UserError("a suite has its own methods: give --suite or --methods")

@@ -131,6 +131,8 @@ def test_a_long_trajectory_without_an_early_target_is_said(tmp_path: Path) -> No
     unused = dict(plan.repositories[0].unused)
     assert unused["silent"].startswith("longer than a session (")
     assert plan.repositories[0].sessions >= 3
+    assert (plan.repositories[0].late, plan.repositories[0].trajectories) == (1, 9)
+    assert plan.repositories[0].earliest_target == candidates[0].targets[0][1] > 2_000
 
 
 def test_too_little_text_is_said(tmp_path: Path) -> None:
@@ -140,6 +142,29 @@ def test_too_little_text_is_said(tmp_path: Path) -> None:
     total = sum(candidate.length for candidate in candidates)
     assert plan.packs == ()
     assert [why for _, why in plan.repositories[0].unused] == [f"the repository has {total:,} tokens in all, a session needs 80,000"] * 2
+
+
+def test_no_two_sessions_have_the_same_prompt(tmp_path: Path) -> None:
+    encoder = encoder_for(tmp_path)
+    messages = chat_messages(12, words=10)
+    beginning = rebench_row(messages[:-4], trajectory_id="beginning", repo="o/a")
+    candidates, _ = encoded(tmp_path, [rebench_row(messages, trajectory_id="whole", repo="o/a"), beginning], encoder)
+    whole, cut = candidates
+    assert encoder.load(cut).ids.tolist() == encoder.load(whole).ids[: cut.length].tolist()
+
+    def build(first: int, last: int) -> tuple[list[Session], list[str]]:
+        low, high = whole.targets[first][1], whole.targets[last][1]
+        plan = plan_sessions(candidates, low=low + len(encoder.prefix), high=high + len(encoder.prefix), prefix_tokens=len(encoder.prefix))
+        assert len(plan.packs) == 2
+        return build_sessions(plan, candidates, encoder)
+
+    sessions, notes = build(4, 4)
+    assert len(sessions) == 1
+    assert [note.split(", is ")[1] for note in notes] == ["that of another session"]
+    for first in range(2, 6):
+        sessions, notes = build(first, first + 1)
+        assert notes == [], "the other target is taken"
+        assert len({session.prompt_ids.tobytes() for session in sessions}) == 2
 
 
 def test_copies_and_nameless_repositories_are_left_out(tmp_path: Path) -> None:

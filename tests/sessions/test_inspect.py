@@ -76,6 +76,18 @@ def test_tokens_and_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert any("a session needs" in line for line in document["unused"])
 
 
+def test_counts_of_one_and_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = rebench_row(chat_messages(40, words=10))
+    path = write_jsonl(tmp_path / "one.jsonl", [row])
+    arguments = ("inspect", path, "--tokenizer", tokenizer_folder(tmp_path))
+    assert run(*arguments, "--session-tokens", "2000:3000") == 0
+    out = capsys.readouterr().out
+    assert "1 trajectory in 1 record; format swe-rebench (1)" in out
+    assert "sessions of 2000:3000 tokens: 1 of 1 repository\n" in out
+    assert run(*arguments) == 0
+    assert "sessions of 80000:100000 tokens: none\n" in capsys.readouterr().out
+
+
 def test_repository_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trajectory is of repository 'owner/projct'; did you mean 'owner/project'"):
         run("inspect", some_rows(tmp_path), "--tokenizer", tokenizer_folder(tmp_path), "--repo", "owner/projct")

@@ -135,6 +135,19 @@ def test_gzip_cut_short(tmp_path: Path) -> None:
         read_all(tmp_path / "rows.jsonl.gz")
 
 
+def test_gzip_cut_short_before_anything_usable(tmp_path: Path) -> None:
+    noisy = rebench_row(model_patch=random.Random(0).randbytes(40_000).hex())
+    for start, message in (
+        ("", "holds no usable trajectory: rows.jsonl.gz: the gzip file is cut short before the first whole record"),
+        ('{"x": 1}\n{"instance_id": "a__b-1", "trajectory": []}\n', "is cut short; before that, rows.jsonl.gz, line 1: no known format"),
+    ):
+        whole = gzip.compress((start + json.dumps(noisy) + "\n").encode())
+        (tmp_path / "rows.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=message) as caught:
+            read_all(tmp_path / "rows.jsonl.gz")
+        assert "is used" not in str(caught.value)
+
+
 def test_gzip_damaged_in_the_middle(tmp_path: Path) -> None:
     noisy = [rebench_row(trajectory_id=f"t{number}", model_patch=random.Random(number).randbytes(4_000).hex()) for number in range(20)]
     content = bytearray(gzip.compress("".join(json.dumps(row) + "\n" for row in noisy).encode()))
