@@ -111,6 +111,17 @@ def check_folder(folder: Path, name: str | None = None) -> None:
     raise UserError(f"{where} is incomplete: {missing[0]} is missing")
 
 
+def check_spec(spec: str) -> None:
+    """Raise UserError where ``spec`` is neither bundled, nor here, nor could be a hub id. Nothing is read and no network is asked."""
+    try:
+        path = Path(spec).expanduser()
+        absent = not path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return  # which opening it says better
+    if spec and absent and spec not in BUNDLED:
+        _refuse_misspelt(spec, path)
+
+
 def _refuse_misspelt(spec: str, path: Path) -> None:
     """Raise UserError where ``spec`` can be no hub id, or is a bundled name with a typing error."""
     near = difflib.get_close_matches(spec.lower(), BUNDLED, n=1, cutoff=0.6)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from fathom_eval import cli
 from fathom_eval.compat import cache_argument, quiet_transformers, version_numbers
 from fathom_eval.errors import UserError
 from fathom_eval.models import LoadedModel, _torch_dtype, attention_facts_or_error, describe_model, load_model
@@ -367,3 +368,15 @@ def test_the_bundled_model(smollm2: LoadedModel) -> None:
     tokens = smollm2.tokenizer("The capital of France is", return_tensors="pt")
     answer = smollm2.model.generate(**tokens, max_new_tokens=2, do_sample=False)
     assert smollm2.tokenizer.decode(answer[0]).startswith("The capital of France is Paris")
+
+
+@pytest.mark.parametrize("command", ["ruler", "fidelity"])
+def test_a_model_that_is_nowhere_is_refused_before_a_text_is_loaded(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_text(*args: object, **options: object) -> None:
+        raise AssertionError("a text was loaded")
+
+    monkeypatch.setattr("fathom_eval.tasks.haystack.load_haystack", no_text)
+    assert cli.main([command, f"--model={tmp_path / 'absent.gguf'}", f"--output={tmp_path / 'run'}"]) == 2
+    assert f"there is no model folder or file '{tmp_path / 'absent.gguf'}'" in capsys.readouterr().err

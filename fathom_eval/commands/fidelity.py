@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
     from fathom_eval.calibration_file import calibration_warnings
+    from fathom_eval.checkpoints import check_spec
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec
     from fathom_eval.methods.possible import Possible
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         Run.check(Path(args.output))
     if args.trajectories is not None and args.haystack is not None:
         raise UserError("windows come from --haystack or from --trajectories: give one of them")
+    check_spec(args.model)  # before a text is waited for
     text = _text(args, console)
 
     from fathom_eval.fidelity import FidelityWork, check_positions, missing_units, run_identity

@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure what is missing, report."""
     from fathom_eval.calibration_file import calibration_warnings
+    from fathom_eval.checkpoints import check_spec
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec, parse_methods
     from fathom_eval.methods.possible import Possible
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--decoys {args.decoys} must be at least 0")
     if args.output is not None:
         Run.check(Path(args.output))
+    check_spec(args.model)  # before a text is waited for
     haystack = load_haystack(_haystack_of_run(args), offline=args.offline, say=console.say)
 
     from fathom_eval.ruler import RulerWork, all_branches, missing_units, run_identity, versions
