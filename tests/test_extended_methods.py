@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,13 +19,11 @@ from fathom_eval.fidelity import Unit, evaluate
 from fathom_eval.fidelity_capture import capture
 from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
 from fathom_eval.methods import BUILT_IN, MethodSpec, parse_method
-from fathom_eval.methods.base import Method
 from fathom_eval.methods.magicpig import log_sampling_probability
 from fathom_eval.methods.sparq import SparQ
 from fathom_eval.methods.step import Step
-from fathom_eval.models import LoadedModel, ModelFacts
+from fathom_eval.models import ModelFacts
 from fathom_eval.observations import (
-    LayerObservers,
     MeanQueryKeyProduct,
     Observation,
     ReceivedAttention,
@@ -34,43 +31,28 @@ from fathom_eval.observations import (
     RecentQueries,
     needed_observations,
 )
-from fathom_eval.prefill import Prefix, PrefixLayer, prefill
+from fathom_eval.prefill import PrefixLayer, prefill
 from fathom_eval.rehearsal import Rehearsal
 from fathom_eval.selection import Policy
-from fathom_eval.stores import ExactStore, StoreSpec
+from fathom_eval.stores import StoreSpec
+from tests.extended_toys import (
+    EXTENDED,
+    FACTS,
+    INDEXED,
+    LSH,
+    Ahead,
+    Infinite,
+    Nothing,
+    Ratio,
+    Remainder,
+    Toy,
+    attend,
+    observed,
+    toy,
+)
 from tests.test_fidelity import FixedWindows, compare, structured_layer, token_ids
 from tests.test_methods import FURTHER, SCANS, SHAPES, facts_of, layer_prefix, step
 from tests.tiny import tiny_model
-
-FACTS = facts_of(3, 64)
-LSH = "magicpig:bits=4:tables=20"
-INDEXED = ("retrieval_attention:size=32:probes=0.3", "retrieval_attention:kind=hnsw:candidates=40")
-needs_faiss = pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")
-EXTENDED = (
-    *("h2o", "threshold", "threshold:margin=0.5:rerank=2", LSH, "h2o:recent=0:rerank=2", f"{LSH}:reallocate=true:sink=0"),
-    *("infllm", "infllm:rerank=2", "retroinfer_published:local=32", "retroinfer_published:local=32:retrieve=0.1:estimate=0"),
-    *("retrieval_attention:kind=pairs:candidates=100", "retrieval_attention_published:sink=4:local=32:candidates=100"),
-    *("streaming_llm", f"magicpig_published:{LSH.partition(':')[2]}:dense_every=0:local=32", "infllm_published:sink=4:local=32"),
-    *(pytest.param(text, marks=needs_faiss) for text in INDEXED),
-)
-
-
-def observed(prefix: Prefix, group: int, specs: Sequence[MethodSpec], facts: ModelFacts) -> Prefix:
-    """The prefix with what these methods ask of its prefill, for queries of the test's own."""
-    layer = prefix.layers[0]
-    heads, tokens, head_dim = layer.keys.shape
-    queries = torch.randn(heads, group, tokens, head_dim, generator=torch.Generator().manual_seed(2))
-    observers = LayerObservers(needed_observations((spec.method for spec in specs), facts), 1)
-    observers.add(0, queries, layer.keys, head_dim**-0.5)
-    return Prefix(prefix.token_ids, (dataclasses.replace(layer, observations=observers.results(0), _stores={}),))
-
-
-def attend(prefix: Prefix, branches: Sequence[Branch], facts: ModelFacts, tail: int = 1) -> tuple[BranchBatch, Tensor]:
-    batch = BranchBatch(prefix, branches, facts)
-    query, keys, values = step(facts.query_heads // 2, facts.head_dim, 1, prefix.layers[0].keys.dtype, tail)
-    rows = (part.expand(len(branches), -1, -1, -1) for part in (query, keys, values))
-    return batch, batch.attend(0, *rows, facts.head_dim**-0.5)
-
 
 # The matrix
 
@@ -154,121 +136,6 @@ def test_one_set_of_h2o_serves_the_group() -> None:
     batch, _ = attend(prefix, [Branch(spec, 60), Branch(spec, 90)], facts_of(4, 128))
     assert batch.counts.rows.tolist() == [2 * 60, 2 * 90]
     assert batch.counts.scan_bits.tolist() == [0, 0]
-
-
-# Toy methods: one hook each, over the keys themselves
-
-
-@dataclass(frozen=True)
-class KeysSpec(StoreSpec):
-    """The keys themselves, as a store whose reads are counted."""
-
-    def build(self, layer: PrefixLayer, tokens: int) -> ExactStore:
-        return Keys(layer.keys[:, :tokens], layer.values[:, :tokens])
-
-
-class Keys(ExactStore):
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__(keys)
-        self.keys, self.values = keys, values
-
-    def seal(self, keys: Tensor, values: Tensor) -> None:
-        self.append(keys)
-        self.keys, self.values = self._keys, torch.cat([self.values, values], dim=-2)
-
-    def empty(self, rows: int) -> ExactStore:
-        keys = self._keys.new_empty(rows, self._keys.shape[-3], 0, self._keys.shape[-1])
-        return Keys(keys, keys)
-
-    def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Any]:
-        scores, reads = super().scan(query, projected, plan)
-        return scores, dataclasses.replace(reads, tokens=self.tokens)
-
-
-@dataclass(frozen=True)
-class Toy(Method):
-    name: ClassVar[str] = "toy"
-    family: ClassVar[str] = "toy"
-    source: ClassVar[str] = "test"
-
-    def store(self, facts: ModelFacts) -> StoreSpec | None:
-        return KeysSpec()
-
-    def declared_bits(self, plan: Tensor | None, facts: ModelFacts) -> float:
-        return 0.0
-
-
-@dataclass(frozen=True)
-class Remainder(Toy):
-    """Every sealed token that is not attended to, as a pseudo-key of its own: nothing is left out."""
-
-    name: ClassVar[str] = "remainder"
-
-    def remainder(self, attended: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        logits, values, at = [], [], 0
-        for store in step.stores:
-            assert isinstance(store, Keys)
-            found = step.query.float() @ store.keys.float().transpose(-1, -2) * step.scaling
-            logits.append(found.masked_fill(attended[..., at : at + store.tokens], -torch.inf))
-            held = store.values.float()
-            rows = step.query.shape[0]
-            values.append((held if held.dim() == 4 else held.unsqueeze(0).expand(rows, -1, -1, -1)).unsqueeze(2))
-            at += store.tokens
-        heads, group, head_dim = step.query.shape[1:]
-        if not logits:
-            return step.query.new_zeros(step.query.shape[0], heads, group, 0), step.query.new_zeros(1, heads, 1, 0, head_dim)
-        return torch.cat(logits, -1), torch.cat(values, -2)
-
-
-@dataclass(frozen=True)
-class Ahead(Toy):
-    """Ranks with the queries of the layer before."""
-
-    name: ClassVar[str] = "ahead"
-
-    def scan_query(self, step: Step) -> Tensor:
-        return step.query if step.previous_query is None else step.previous_query
-
-
-@dataclass(frozen=True)
-class Ratio(SparQ):
-    """One channel for every 0.4 % of the tokens that k is."""
-
-    name: ClassVar[str] = "ratio"
-
-    def plan_step(self, query: Tensor, step: Step) -> Tensor | None:
-        order = query.abs().sum(-2).argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        count = (250 * step.k / step.tokens).round().clamp(1, query.shape[-1])
-        return (order < count.view(-1, 1, 1)) * 4
-
-
-@dataclass(frozen=True)
-class Infinite(Toy):
-    """Even tokens are never attended to; those from 200 to 220 are taken first."""
-
-    name: ClassVar[str] = "infinite"
-    ranks_all: ClassVar[bool] = False
-    forces: ClassVar[bool] = True
-
-    def rank(self, scores: Tensor, step: Step) -> Tensor:
-        number = torch.arange(scores.shape[-1])
-        scores = scores.masked_fill((number >= 200) & (number < 220), torch.inf)
-        return scores.masked_fill(number % 2 == 0, -torch.inf)
-
-
-@dataclass(frozen=True)
-class Nothing(Toy):
-    """Finds nothing."""
-
-    name: ClassVar[str] = "nothing"
-    ranks_all: ClassVar[bool] = False
-
-    def rank(self, scores: Tensor, step: Step) -> Tensor:
-        return torch.full_like(scores, -torch.inf)
-
-
-def toy(method: Method, **policy: Any) -> MethodSpec:
-    return MethodSpec(method, Policy(**policy))
 
 
 # Decoding and fidelity
@@ -673,206 +540,6 @@ def test_dense_layers_by_a_step_attend_to_everything() -> None:
     for result in decode(loaded, prefix, branches, 2):
         assert result.finish == "length"
         assert result.rows > (2 * 300) / 3
-
-
-# Failures
-
-
-def failing(where: str, error: type[BaseException] = RuntimeError) -> MethodSpec:
-    def fail(self: Any, *args: Any) -> Any:
-        raise error(f"no {where}")
-
-    return toy(type("Failing", (SparQ,), {"name": f"failing_{where}", where: fail})())
-
-
-@pytest.fixture(scope="module")
-def tiny() -> tuple[LoadedModel, Prefix]:
-    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
-    return loaded, prefill(loaded, token_ids(loaded, 250))
-
-
-HOOKS = ("index", "plan", "declared_bits", "rank", "log_weights", "remainder", "learn", "scan_query", "plan_step")
-
-
-@pytest.mark.parametrize("where", HOOKS)
-def test_a_method_that_raises_ends_its_own_branches_only(where: str, tiny: tuple[LoadedModel, Prefix]) -> None:
-    loaded, prefix = tiny
-    good = [Branch(parse_method(text), k) for text in ("sparq", "full", "exact", "threshold") for k in (60, 90)]
-    spec = failing(where)
-    branches = [good[0], Branch(spec, 60), *good[1:], Branch(spec, 90)]
-    results = decode(loaded, prefix, branches, 6)
-    expected = decode(loaded, prefix, good, 6)
-    broken = [result for result in results if result.branch.spec == spec]
-    assert [result for result in results if result.branch.spec != spec] == expected
-    assert [result.finish for result in broken] == ["error", "error"]
-    assert all(f"RuntimeError: no {where}" in (result.error or "") for result in broken)
-    assert all(result.token_ids == () for result in broken)
-
-
-@pytest.mark.parametrize("where", HOOKS)
-def test_a_method_that_ends_the_process_ends_its_own_branches_only_and_an_interrupt_ends_all(
-    where: str, tiny: tuple[LoadedModel, Prefix]
-) -> None:
-    loaded, prefix = tiny
-    good, spec = Branch(parse_method("sparq"), 60), failing(where, SystemExit)
-    [expected] = decode(loaded, prefix, [good], 3)
-    result, broken = decode(loaded, prefix, [good, Branch(spec, 60)], 3)
-    assert result == expected
-    assert (broken.finish, broken.token_ids) == ("error", ())
-    assert f"SystemExit: no {where}" in (broken.error or "")
-    records = measured(good.spec, spec)
-    assert records["sparq"]["finish"] == "complete"
-    assert records[f"failing_{where}"]["error"] == f"layer 0: SystemExit: no {where}"
-    with pytest.raises(KeyboardInterrupt):
-        decode(loaded, prefix, [good, Branch(failing(where, KeyboardInterrupt), 60)], 3)
-    with pytest.raises(KeyboardInterrupt):
-        measured(failing(where, KeyboardInterrupt))
-
-
-def measured(*specs: MethodSpec) -> dict[str, dict[str, Any]]:
-    """Records of a window of a tiny model, by name."""
-    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
-    windows = FixedWindows(token_ids(loaded, 250))
-    unit = Unit(250, 0, tuple(Branch(spec, 60) for spec in specs))
-    [records] = evaluate(loaded, windows, [unit], positions=3, full_window=False)
-    return {record["method"]: record for record in records}
-
-
-@dataclass(frozen=True)
-class Unordered(Toy):
-    """Ranks one token of one row of the second layer by what is not a number: ``at`` counts from the last token."""
-
-    name: ClassVar[str] = "unordered"
-    at: int = 100
-
-    def rank(self, scores: Tensor, step: Step) -> Tensor:
-        scores = scores.clone()
-        if step.layer == 1:
-            scores[-1, 0, 0, -self.at] = torch.nan
-        return scores
-
-
-@dataclass(frozen=True)
-class Remembering(Unordered):
-    """The same of a method with memory, whose positions are computed one by one."""
-
-    name: ClassVar[str] = "remembering"
-
-    def learn(self, attended: Tensor, weights: Tensor, step: Step) -> None:
-        step.state["seen"] = True
-
-
-@pytest.mark.parametrize("kind", [Unordered, Remembering])
-@pytest.mark.parametrize("policy", [{}, {"share": "group_sum"}, {"rerank": 2.0}])
-def test_a_rank_that_is_not_a_number_fails_its_own_branch_and_is_allowed_where_nothing_competes(
-    kind: type[Unordered], policy: dict[str, Any], tiny: tuple[LoadedModel, Prefix]
-) -> None:
-    loaded, prefix = tiny
-    good, spec, kept = parse_method("sparq"), toy(kind(), **policy), toy(kind(at=1), **policy)
-    [expected] = decode(loaded, prefix, [Branch(good, 60)], 3)
-    result, broken, well = decode(loaded, prefix, [Branch(one, 60) for one in (good, spec, kept)], 3)
-    assert result == expected
-    assert (broken.finish, broken.token_ids) == ("error", ())
-    assert broken.error == f"layer 1: {spec.label} gives scores that are not numbers"
-    assert (well.finish, well.error) == ("length", None)
-    records = measured(good, spec)
-    assert records["sparq"]["finish"] == "complete"
-    assert records[spec.method.name]["error"].startswith("layer 1: scores that are not a number")
-    assert measured(kept)[spec.method.name]["finish"] == "complete"
-
-
-def test_a_store_that_fails_ends_all_that_scan_it(tiny: tuple[LoadedModel, Prefix]) -> None:
-    loaded, prefix = tiny
-
-    @dataclass(frozen=True)
-    class BrokenSpec(StoreSpec):
-        def build(self, layer: PrefixLayer, tokens: int) -> Any:
-            raise ValueError("cannot be built")
-
-    @dataclass(frozen=True)
-    class Broken(Toy):
-        def store(self, facts: ModelFacts) -> StoreSpec | None:
-            return BrokenSpec()
-
-    good, bad = Branch(parse_method("sparq"), 60), [Branch(toy(Broken()), 60), Branch(toy(Broken()), 90)]
-    [expected] = decode(loaded, prefix, [good], 6)
-    first, second, result = decode(loaded, prefix, [*bad, good], 6)
-    assert result == expected
-    assert first.error == second.error == "layer 0: ValueError: cannot be built"
-
-
-@pytest.mark.parametrize(
-    ("reads", "message"),
-    [
-        (lambda reads, store: dataclasses.replace(reads, tokens=3), "reads of 3 of 192 tokens"),
-        (lambda reads, store: dataclasses.replace(reads, tokens=192, code_bits=reads.code_bits - 5), "less than nothing"),
-        (
-            lambda reads, store: dataclasses.replace(reads, tokens=192, code_bits=reads.code_bits + 192),
-            "declares 0 bits per token and reads 1",
-        ),
-    ],
-)
-def test_reads_that_cannot_be_are_recorded(reads: Any, message: str, tiny: tuple[LoadedModel, Prefix]) -> None:
-    loaded, prefix = tiny
-
-    class Lying(Keys):
-        def scan(self, query: Tensor, projected: Tensor, plan: Tensor | None) -> tuple[Tensor, Any]:
-            scores, honest = super().scan(query, projected, plan)
-            return scores, reads(honest, self)
-
-    @dataclass(frozen=True)
-    class LyingSpec(StoreSpec):
-        which: str
-
-        def build(self, layer: PrefixLayer, tokens: int) -> Any:
-            return Lying(layer.keys[:, :tokens], layer.values[:, :tokens])
-
-    @dataclass(frozen=True)
-    class Liar(Toy):
-        def store(self, facts: ModelFacts) -> StoreSpec | None:
-            return LyingSpec(message)
-
-    bad, good = decode(loaded, prefix, [Branch(toy(Liar()), 60), Branch(parse_method("sparq"), 60)], 3)
-    assert bad.finish == "error"
-    assert message in (bad.error or "")
-    assert good.finish == "length"
-
-
-def test_a_plan_of_another_form_does_not_reach_the_others(tiny: tuple[LoadedModel, Prefix]) -> None:
-    loaded, prefix = tiny
-
-    class Narrow(SparQ):
-        name: ClassVar[str] = "narrow"
-
-        def plan(self, query: Tensor, index: Any) -> Tensor | None:
-            return torch.zeros(*query.shape[:2], 3, dtype=torch.int64)
-
-    class Absent(SparQ):
-        name: ClassVar[str] = "absent"
-
-        def plan(self, query: Tensor, index: Any) -> Tensor | None:
-            return None
-
-    good = Branch(parse_method("sparq"), 60)
-    result, *bad = decode(loaded, prefix, [good, Branch(toy(Narrow()), 60), Branch(toy(Absent()), 60)], 3)
-    assert [result] == decode(loaded, prefix, [good], 3)
-    assert [one.error for one in bad] == ["layer 0: ValueError: its plan is not of the form that its store needs"] * 2
-
-
-def test_a_lack_of_memory_is_left_to_smaller_batches(tiny: tuple[LoadedModel, Prefix]) -> None:
-    loaded, prefix = tiny
-    with pytest.raises(torch.OutOfMemoryError):
-        decode(loaded, prefix, [Branch(failing("plan", torch.OutOfMemoryError), 60)], 2)
-
-
-def test_a_lack_of_memory_in_one_methods_scan_leaves_the_others_of_a_window() -> None:
-    spec, failures = failing("plan", torch.OutOfMemoryError), dict[MethodSpec, str]()
-    branches = [Branch(spec, 60), Branch(parse_method("sparq"), 60)]
-    found = {
-        branch for _, branch, _ in LayerComparison(structured_layer(), 0, branches, FACTS, full_window=False, failures=failures).outcomes()
-    }
-    assert found == {branches[1]}
-    assert failures == {spec: "layer 0: out of memory: no plan"}
 
 
 # Records
