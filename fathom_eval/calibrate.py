@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fathom_eval.calibration import KeyMoments, QueryStatistics
-from fathom_eval.compat import cache_argument
 from fathom_eval.errors import UserError
-from fathom_eval.prefill import CHUNK, use_attention
+from fathom_eval.prefill import CHUNK, dense_pass, use_attention
 from fathom_eval.tasks.encoding import PromptEncoder
 
 if TYPE_CHECKING:
@@ -198,16 +197,7 @@ def _read_window(loaded: LoadedModel, window: Sequence[int], keys: Sequence[KeyM
     model = loaded.model
     ids = torch.tensor([list(window)], device=model.device)
     cache: Any = DynamicCache()
-    for start in range(0, len(window), chunk):
-        stop = min(start + chunk, len(window))
-        model(
-            input_ids=ids[:, start:stop],
-            position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
-            use_cache=True,
-            logits_to_keep=1,
-            observer=queries,
-            **{cache_argument(model): cache},
-        )
+    dense_pass(model, ids, cache, chunk=chunk, observer=queries)
     for number, (layer, moments) in enumerate(zip(cache.layers, keys, strict=True)):
         finite = torch.isfinite(layer.keys[0]).all(-1).all(-1)
         if not finite.all():

@@ -16,7 +16,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.fidelity_layer import WindowLayer
 from fathom_eval.models import LoadedModel
 from fathom_eval.observations import LayerObservers, Observation
-from fathom_eval.prefill import CHUNK, use_attention
+from fathom_eval.prefill import CHUNK, dense_pass, use_attention
 from fathom_eval.rehearsal import Rehearsal
 
 
@@ -55,18 +55,7 @@ def capture(
         observer = _QueryCapture(facts.layers, len(token_ids) - positions, full_window, observations)
         cache: Any = DynamicCache()
         with nullcontext() if rehearsal is None else rehearsal.watching():
-            for start in range(0, len(token_ids), chunk):
-                stop = min(start + chunk, len(token_ids))
-                model(
-                    input_ids=ids[:, start:stop],
-                    position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
-                    use_cache=True,
-                    logits_to_keep=1,
-                    observer=observer,
-                    **{cache_argument(model): cache},
-                )
-                if progress is not None:
-                    progress(stop)
+            dense_pass(model, ids, cache, chunk=chunk, observer=observer, progress=progress)
     layers = []
     for number in range(facts.layers):
         keys, values = cache.layers[number].keys[0], cache.layers[number].values[0]

@@ -142,18 +142,7 @@ def prefill(
     observer = _QueryObserver(facts.layers, observations)
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids[:-1])], device=model.device)
-    for start in range(0, tokens, chunk):
-        stop = min(start + chunk, tokens)
-        model(
-            input_ids=ids[:, start:stop],
-            position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
-            use_cache=True,
-            logits_to_keep=1,
-            observer=observer,
-            **{cache_argument(model): cache},
-        )
-        if progress is not None:
-            progress(stop)
+    dense_pass(model, ids, cache, chunk=chunk, observer=observer, progress=progress)
     if observer.statistics[0].count == 0:
         raise UserError(f"{facts.name} does not use transformers' attention interface, so no method can run in it")
     held: list[Any] = cache.layers
@@ -173,3 +162,26 @@ def use_attention(loaded: LoadedModel) -> None:
     """Switch the model to this package's attention implementation."""
     if loaded.model.config._attn_implementation != IMPLEMENTATION:
         loaded.model.set_attn_implementation(IMPLEMENTATION)
+
+
+def dense_pass(model: Any, ids: Tensor, cache: Any, *, chunk: int, observer: Any, progress: Callable[[int], None] | None = None) -> None:
+    """Run tokens through the model densely, chunk by chunk, so that neither all logits nor all scores are held at once.
+
+    Args:
+        ids: ``(1, tokens)``.
+        cache: Takes the keys and values of all layers.
+        observer: Sees every layer's queries and keys, see :mod:`fathom_eval.attention`.
+        progress: Called with the number of tokens that have been through, after each chunk.
+    """
+    for start in range(0, ids.shape[1], chunk):
+        stop = min(start + chunk, ids.shape[1])
+        model(
+            input_ids=ids[:, start:stop],
+            position_ids=torch.arange(start, stop, device=ids.device).unsqueeze(0),
+            use_cache=True,
+            logits_to_keep=1,
+            observer=observer,
+            **{cache_argument(model): cache},
+        )
+        if progress is not None:
+            progress(stop)
