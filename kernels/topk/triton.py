@@ -27,12 +27,26 @@ TILE = 2048
 ROW = 16
 """Block maxima that a thread ranks."""
 
+RANKED = 2**14
+"""Blocks that are ranked at once, 1M tokens: of more, the places where they are put take more shared memory than a program can have."""
+
 
 @triton.jit
 def _candidates(tokens, sink, local):
     """The tokens that compete, ``[start, stop)``."""
     stop = tl.maximum(tokens - local, 0)
     return tl.minimum(sink, stop), stop
+
+
+@triton.jit
+def _block_keys(maxima, block, sealed, start, stop, BITS: tl.constexpr):
+    """What blocks are ranked by; 0 for those without a token that competes."""
+    inside = (block < sealed) & (block * 64 < stop) & (block * 64 + 64 > start)
+    keys = ordered_bits(tl.load(maxima + block, mask=inside, other=0.0))
+    # A block with tokens that do not compete may owe its maximum to them: it is taken in any case, beside the others.
+    edge = (block * 64 < start) | (block * 64 + 64 > stop)
+    top: tl.constexpr = (1 << BITS) - 1
+    return tl.where(inside, tl.where(edge, top, keys), 0)
 
 
 @triton.jit
@@ -57,12 +71,7 @@ def _top_blocks(
     sealed = tl.load(blocks + row)
     start, stop = _candidates(tl.load(tokens + row), sink, local)
     block = tl.arange(0, ROWS)[:, None] * ROW + tl.arange(0, ROW)[None, :]
-    inside = (block < sealed) & (block * 64 < stop) & (block * 64 + 64 > start)
-    keys = ordered_bits(tl.load(maxima + line * capacity + block, mask=inside, other=0.0))
-    # A block with tokens that do not compete may owe its maximum to them: it is taken in any case, beside the others.
-    edge = (block * 64 < start) | (block * 64 + 64 > stop)
-    top: tl.constexpr = (1 << BITS) - 1
-    keys = tl.where(inside, tl.where(edge, top, keys), 0)
+    keys = _block_keys(maxima + line * capacity, block, sealed, start, stop, BITS)
     wanted = count + 2
     threshold = kth_largest_of_rows(keys, wanted, BITS)
     above = keys > threshold
@@ -78,6 +87,57 @@ def _top_blocks(
     tl.store(chosen + place, block, mask=kept)
     slot = tl.arange(0, SLOTS)
     tl.store(chosen + slot, -1, mask=(slot >= tl.sum(held, axis=0)) & (slot < wanted))
+
+
+@triton.jit
+def _top_many_blocks(
+    maxima,
+    blocks,
+    tokens,
+    scratch,
+    lines,
+    capacity,
+    width,
+    sink,
+    local,
+    count,
+    RANKED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """:func:`_top_blocks` of more blocks than are ranked at once: their maxima are read anew for every two bits of the threshold."""
+    line = tl.program_id(0).to(tl.int64)
+    row = line // lines
+    sealed = tl.load(blocks + row)
+    start, stop = _candidates(tl.load(tokens + row), sink, local)
+    maxima += line * capacity
+    offset = tl.arange(0, RANKED)
+    wanted = count + 2
+    threshold = tl.zeros([], dtype=tl.uint32)
+    for step in range(BITS // 2):
+        shift = BITS - 2 - 2 * step
+        reached = tl.zeros([], dtype=tl.int64)
+        for begin in range(0, sealed, RANKED):
+            reached += count_reaching(_block_keys(maxima, begin + offset, sealed, start, stop, BITS), threshold, shift)
+        threshold = raise_threshold(threshold, reached, shift, wanted)
+    above = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, sealed, RANKED):
+        keys = _block_keys(maxima, begin + offset, sealed, start, stop, BITS)
+        above += tl.sum((keys > threshold).to(tl.int32))
+    scratch += line * (1 + 129 * width)
+    tl.store(scratch, threshold.to(tl.int32, bitcast=True))
+    chosen = scratch + 1
+    found = tl.zeros([], dtype=tl.int32)
+    more = wanted - above
+    for begin in range(0, sealed, RANKED):
+        keys = _block_keys(maxima, begin + offset, sealed, start, stop, BITS)
+        level = (keys == threshold) & (keys > 0)
+        kept = (keys > threshold) | (level & (tl.cumsum(level.to(tl.int32), 0) <= more))
+        tl.store(chosen + found + tl.cumsum(kept.to(tl.int32), 0) - 1, begin + offset, mask=kept)
+        found += tl.sum(kept.to(tl.int32))
+        more -= tl.sum(level.to(tl.int32))
+    slot = tl.arange(0, SLOTS)
+    tl.store(chosen + slot, -1, mask=(slot >= found) & (slot < wanted))
 
 
 @triton.jit
@@ -210,23 +270,19 @@ def top_tokens(
     width = looked_at(count, tail)
     bits = 8 * scores.element_size()
     ranks = triton.next_power_of_2(capacity)
-    _top_blocks[(rows * heads * group,)](
-        maxima,
-        blocks,
-        tokens,
-        scratch,
-        heads * group,
-        capacity,
-        width,
-        sink,
-        local,
-        count,
-        ROWS=triton.cdiv(ranks, ROW),
-        ROW=min(ROW, ranks),
-        SLOTS=triton.next_power_of_2(count + 2),
-        BITS=bits,
-        num_warps=min(32, max(1, ranks // 512)),
-    )
+    slots = triton.next_power_of_2(count + 2)
+    lists = (maxima, blocks, tokens, scratch, heads * group, capacity, width, sink, local, count)
+    if ranks <= RANKED:
+        _top_blocks[(rows * heads * group,)](
+            *lists,
+            ROWS=triton.cdiv(ranks, ROW),
+            ROW=min(ROW, ranks),
+            SLOTS=slots,
+            BITS=bits,
+            num_warps=min(32, max(1, ranks // 512)),
+        )
+    else:
+        _top_many_blocks[(rows * heads * group,)](*lists, RANKED=RANKED // 2, SLOTS=slots, BITS=bits, num_warps=32)
     chunk = min(CHUNK, triton.next_power_of_2((count + 2) * 64))
     _top_tokens[(rows * heads * group,)](
         scores,

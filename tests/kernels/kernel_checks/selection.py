@@ -23,6 +23,8 @@ TOPS: list[dict[str, Any]] = [
     {"tokens": [700], "k": 30, "tail": 60, "dtype": "float32", "kind": "infinite"},
     {"tokens": [640], "k": 37, "tail": 0, "dtype": "float16", "kind": "landmark"},
     {"tokens": [640, 512], "k": 37, "tail": 30, "dtype": "float32", "kind": "chunks"},
+    {"tokens": [1900, 300, 5], "k": 9, "tail": 30, "dtype": "float16", "kind": "chunks"},
+    {"tokens": [1300, 900], "k": 5, "tail": 70, "dtype": "float32", "kind": "level"},
 ]
 FULL_TOPS: list[dict[str, Any]] = [
     {"tokens": [2**20 + 77], "k": 476, "tail": 95, "dtype": dtype, "kind": kind}
@@ -30,6 +32,9 @@ FULL_TOPS: list[dict[str, Any]] = [
     for kind in ("normal", "tied", "infinite")
 ] + [
     {"tokens": [2**20], "k": 476, "tail": 0, "dtype": "float16", "kind": "landmark"},
+    {"tokens": [2**20], "k": 476, "tail": 95, "dtype": "float16", "kind": "normal"},
+    {"tokens": [2**22 - 400, 2**21 + 70], "k": 2012, "tail": 95, "dtype": "float16", "kind": "normal"},
+    {"tokens": [2**21 + 13, 1300], "k": 200, "tail": 95, "dtype": "float16", "kind": "level"},
     {"tokens": [131072 + 13, 4097], "k": 2012, "tail": 95, "dtype": "float16", "kind": "normal"},
     {"tokens": [300, 5], "k": 476, "tail": 95, "dtype": "float32", "kind": "normal"},
 ]
@@ -45,6 +50,8 @@ def check_topk(device: str, tokens: list[int], k: int, tail: int, dtype: str, ki
     scores = random(len(tokens), heads, group, capacity * 64 // span, device=device) * 10
     if kind == "tied":
         scores = (scores / 8).round()
+    if kind == "level":  # many blocks with the same maximum, in every part that is ranked at once
+        scores.unflatten(-1, (capacity, -1))[..., ::2, 3] = 60
     if kind == "infinite":
         scores[..., ::3] = float("-inf")
         scores[:, 0, :, 100:120] = float("inf")
@@ -58,13 +65,13 @@ def check_topk(device: str, tokens: list[int], k: int, tail: int, dtype: str, ki
     size = topk.scratch_size(k, 0 if late is None else late.shape[-1])
     scratch = poisoned(len(tokens), heads, group, size, dtype=torch.int32, device=device)
     indices = poisoned(len(tokens), heads, group, k, dtype=torch.int32, device=device)
-    chunk, tile = kernel.CHUNK, kernel.TILE
-    if kind == "chunks":
-        kernel.CHUNK, kernel.TILE = 1024, 32
+    sizes = kernel.CHUNK, kernel.TILE, kernel.RANKED
+    if kind in ("chunks", "level") and device == "cpu":
+        kernel.CHUNK, kernel.TILE, kernel.RANKED = 1024, 32, 4
     try:
         kernel.top_tokens(scores, maxima, late, whole(sealed, device), whole(tokens, device), sink, local, scratch, indices)
     finally:
-        kernel.CHUNK, kernel.TILE = chunk, tile
+        kernel.CHUNK, kernel.TILE, kernel.RANKED = sizes
     for row, (count, total) in enumerate(zip(sealed, tokens, strict=True)):
         known = scores[row, ..., : count * 64 // span].repeat_interleave(span, -1)
         if late is not None:
