@@ -73,9 +73,12 @@ class Recorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # Some releases of torch leave the allocator in a capture that failed, and it never empties its cache again.
+            # Releases of torch leave the allocator in a capture that failed: it never empties its cache again, nor frees that memory. The
+            # pool is given up only where it was left, and cannot be begun again once nothing uses it.
+            pool = self._pools.pop(device)
             with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(device.index, self._pools[device])
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
             raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -30,6 +31,9 @@ METHODS = (
 LAYERS, HEADS, GROUP, CHANNELS, TOKENS, STEPS = 2, 2, 2, 16, 249, 45
 FACTS = ModelFacts("random", "qwen2", LAYERS, HEADS * GROUP, HEADS, CHANNELS, False, 10**6, (), "float32", "cpu", "m", "t")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=GPU), pytest.param("cuda:1", marks=TWO_GPUS)])
+"""The second one while the first is current."""
 
 
 class Again(Recorder):
@@ -99,6 +103,11 @@ def same(one: BranchBatch, other: BranchBatch) -> None:
         assert torch.equal(getattr(other.counts, name).nan_to_num(-1), values.nan_to_num(-1)), name
 
 
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_replayed_scans_give_what_launched_ones_do() -> None:
     prefix, branches, recorder = prefix_on("cpu"), branches_of(), Again()
     launched, replayed = (BranchBatch(prefix, branches, FACTS) for _ in range(2))
@@ -130,13 +139,21 @@ def test_a_capture_that_failed_leaves_the_allocator_as_it_was(monkeypatch: pytes
         def capture_end(self) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    ended: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not currently recording to mempool_id")
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)), raising=False)
     recorder, device = Recorder(), torch.device("cuda", 1)
-    recorder._pools[device] = (0, 7)
-    with pytest.raises(RuntimeError, match="previous error during capture"):
-        recorder._end(Graph(), device)  # type: ignore[arg-type]
-    assert ended == [(1, (0, 7))]
+    # Where the allocator has left the capture by itself, the pool is its graph's to give back.
+    for end, expected in ((lambda *args: calls.append(("end", *args)), [("end", 1, (0, 7)), ("release", 1, (0, 7))]), (refuse, [])):
+        calls.clear()
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        recorder._pools[device] = (0, 7)
+        with pytest.raises(RuntimeError, match="previous error during capture"):
+            recorder._end(Graph(), device)  # type: ignore[arg-type]
+        assert calls == expected
+        assert not recorder._pools, "a pool that nothing uses cannot be begun again"
 
 
 def test_a_method_that_fails_at_recording_is_not_blamed_for_it() -> None:
@@ -255,20 +272,88 @@ def test_a_product_by_pieces_is_the_product(inner: int) -> None:
     torch.testing.assert_close(pieced(left, right), left @ right)
 
 
-@GPU
+@ON_GPUS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_on_a_gpu(dtype: torch.dtype) -> None:
-    prefix, branches = prefix_on("cuda", dtype), branches_of()
+def test_graphs_on_a_gpu(device: str, dtype: torch.dtype) -> None:
+    assert torch.cuda.current_device() == 0
+    prefix, branches = prefix_on(device, dtype), branches_of()
     launched, replayed = (BranchBatch(prefix, branches, FACTS) for _ in range(2))
     launched._graphs = None
-    expected, found = (steps_of(batch, STEPS, "cuda") for batch in (launched, replayed))
+    expected, found = (steps_of(batch, STEPS, device) for batch in (launched, replayed))
     assert not replayed.failures
     assert replayed._graphs is not None
     assert replayed._graphs.failure is None
     assert replayed._graphs.active
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    close(found, expected)
     same(launched, replayed)
+    assert torch.cuda.current_device() == 0
+
+
+@ON_GPUS
+def test_a_scan_that_no_gpu_can_record_is_launched_and_spoils_no_later_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Loki.plan
+
+    def waiting(self: Loki, query: Tensor, index: Any) -> Tensor | None:
+        query.sum().item()  # forbidden while a graph is recorded
+        return plan(self, query, index)
+
+    monkeypatch.setattr(Loki, "plan", waiting)
+    prefix, branches = prefix_on(device), branches_of()
+    launched, other = (BranchBatch(prefix, branches, FACTS) for _ in range(2))
+    launched._graphs = None
+    expected = steps_of(launched, STEPS, device)
+    with pytest.warns(RuntimeWarning, match="scans are launched one by one"):
+        found = steps_of(other, STEPS, device)
+    assert other._graphs is not None
+    assert other._graphs.failure is not None
+    assert not other._graphs.active
+    assert not other._graphs.recording
+    assert not other.failures
+    close(found, expected)
+    same(launched, other)
+
+    torch.cuda.empty_cache()
+    before, size = torch.cuda.memory_reserved(device), 2**28
+    large = torch.zeros(size, dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_reserved(device) >= before + size
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) <= before
+
+    monkeypatch.undo()
+    again = BranchBatch(prefix, branches, FACTS)
+    found = steps_of(again, STEPS, device)
+    assert again._graphs is not None
+    assert again._graphs.failure is None
+    assert again._graphs.active
+    close(found, expected)
+    same(launched, again)
+    assert torch.rand(3, device=device).isfinite().all(), "random numbers have left the capture that failed"
+
+
+@ON_GPUS
+def test_the_memory_of_a_capture_that_failed_is_given_back(device: str) -> None:
+    size, place, recorder = 2**28, torch.device(device), Recorder()
+
+    def waiting() -> float:
+        return torch.ones(size, dtype=torch.uint8, device=place)[0].item()
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(place)
+
+    waiting()  # so that its kernels are loaded
+    before, failed = reserved(), False
+    try:
+        recorder.record(place, waiting)
+    except RuntimeError:  # kept no longer than this: it holds the frames of the work
+        failed = True
+    assert failed
+    assert reserved() < before + size // 2
+    replay, result = recorder.record(place, lambda: torch.ones(3, device=place) * 2)
+    replay()
+    assert result.tolist() == [2, 2, 2]
 
 
 @GPU
