@@ -48,7 +48,8 @@ def test_a_batch_that_the_gpu_refuses_is_halved(
 
     monkeypatch.setattr(module, "decode", asks_too_much)
     assert main([argument for argument in arguments("halves", device="cuda") if argument != "--quiet"]) == 0
-    assert "branches does not fit into memory: halved" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "branches does not fit into memory: halved" in said.out + said.err
     assert names_of(tmp_path / "halves") == names_of(tmp_path / "whole")
     assert all(record["finish"] != "error" for record in records(tmp_path / "halves"))
 
