@@ -102,6 +102,8 @@ def _fathom(budgets: Sequence[int], options: str = "") -> tuple[str, ...]:
 _LINE = (24, 32, 40, 48, 64, 80, 96, 128)
 # To the full store, for what trades scan bits for rows or reads every channel.
 _LONG_LINE = (16, *_LINE, 192, 256, 384, 512)
+# Fine where a small budget reaches the errors of more bits.
+_FINE_LINE = (16, 20, 24, 26, 28, 32, 40, 48, 64)
 _FIXED = ("sparq:r=D/8", "sparq:r=D/4", "double_sparsity", "loki:r=D/4", "loki:r=D/2", "thumbnail", "full")
 
 SUITES = (
@@ -261,6 +263,29 @@ SUITES = (
             "sparq:r=D/8:attend=union",
         ),
         _fathom(_LONG_LINE),
+    ),
+    Suite(
+        "equal-error",
+        "which budget, with rerank and with union, reaches the error of the 136-bit scans?",
+        "beyond the paper",
+        (
+            *_fathom(_FINE_LINE, ":basis=klt"),
+            *_fathom(_FINE_LINE[:-1], ":basis=klt:attend=union"),
+            *_fathom((16, 24, 32), ":basis=klt:rerank=1.5"),
+            *_fathom((24, 32), ":basis=klt:rerank=2"),
+            *_fathom((16, 20, 24, 32), ":basis=klt:rerank=1.5:attend=union"),
+            *_fathom((24, 32), ":basis=klt:rerank=2:attend=union"),
+            *_fathom((24, 32, 40, 48, 64), ":basis=raw"),
+            *_fathom((24, 32, 40, 48, 64), ":basis=raw:attend=union"),
+            *(
+                f"{scan}{options}"
+                for scan in ("sparq:r=D/4", "double_sparsity:c=D/4", "loki:r=D/4")
+                for options in ("", ":attend=union", ":rerank=2", ":rerank=2:attend=union")
+            ),
+            "double_sparsity:c=D/4:rerank=1.5",
+            "exact:attend=union",
+        ),
+        _fathom(_FINE_LINE, ":basis=klt"),
     ),
 )
 

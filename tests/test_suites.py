@@ -86,7 +86,7 @@ def test_every_ablation_of_the_paper_and_every_option_beyond_it_has_a_suite() ->
     ):
         assert sources.pop(name).startswith(table)
     assert sources.keys() == {
-        *("rerank", "union", "depth-tables", "depth-tables-raw", "budget-ratio", "scales", "session-statistics"),
+        *("rerank", "union", "equal-error", "depth-tables", "depth-tables-raw", "budget-ratio", "scales", "session-statistics"),
     }
     assert all(source.startswith("beyond the paper") for source in sources.values())
     for name, option in (
@@ -103,9 +103,16 @@ def test_every_ablation_of_the_paper_and_every_option_beyond_it_has_a_suite() ->
         ("depth-tables", "depths=measured"),
         ("budget-ratio", "by_ratio=true"),
         ("scales", "scales=fp8"),
+        ("equal-error", "fathom:budget=16:basis=klt:rerank=1.5:attend=union"),
+        ("equal-error", "fathom:budget=32:basis=klt:rerank=2:attend=union"),
+        ("equal-error", "fathom:budget=64:basis=raw:attend=union"),
+        ("equal-error", "loki:r=D/4:rerank=2:attend=union"),
+        ("equal-error", "double_sparsity:c=D/4:rerank=1.5"),
     ):
         assert any(option in method for method in find_suite(name).methods), (name, option)
-    assert "exact:attend=union" in find_suite("union").methods, "its own oracle"
+    for name in ("union", "equal-error"):
+        assert "exact:attend=union" in find_suite(name).methods, "its own oracle"
+    assert all("rerank" not in method and "attend" not in method and "klt" in method for method in find_suite("equal-error").plain)
 
 
 def test_calibrations_are_given_by_role() -> None:
