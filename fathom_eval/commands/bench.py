@@ -25,6 +25,7 @@ _TIMED = (
     "fathom:budget=40:basis=raw,fathom:budget=48:basis=raw,fathom:budget=64:basis=raw,"
     "sparq:r=16,double_sparsity:c=32,full,landmark,thumbnail"
 )
+_REFERENCE = "double_sparsity c=D/4"
 _BYTES_A_RECORD = 8192
 
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-pages", default="auto", choices=("auto", "huge", "small"), metavar="KIND", help="pinned pages: auto, huge or small")
     add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
     add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
-    add("--reference", default="double_sparsity c=D/4", metavar="LABEL", help="equal-error: the configuration whose error is to be reached")
+    add("--reference", action="append", metavar="L,L", help=f"equal-error: whose errors to reach (default: {_REFERENCE})")
     add_model_arguments(parser)
     add_output_arguments(parser, "bench")
 
@@ -73,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console(quiet=args.quiet, json=args.json)
     import torch
 
-    from fathom_eval.devices import resolve_device
+    from fathom_eval.devices import current, resolve_device
 
     device = resolve_device(args.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), current(device):
         return {"link": _link, "kernels": _kernels, "step": _step}[args.what](args, console, device)
 
 
@@ -88,13 +89,14 @@ def _equal_error(args: argparse.Namespace) -> int:
     if args.errors is None or args.output is None:
         raise UserError("equal-error needs --errors, a fidelity run, and --output, a run of 'bench step'")
     console = Console(quiet=args.quiet, json=args.json)
+    references = [label for text in args.reference or [_REFERENCE] for label in words(text, "--reference")]
     with Run.load(Path(args.errors)) as errors, Run.load(Path(args.output)) as steps:
-        rows = equal_error(errors.iter_records(), steps.iter_records(), args.reference)
+        rows = equal_error(errors.iter_records(), steps.iter_records(), references)
     for row in rows:
         console.say(
             f"{row.step_context}, index {row.step_index}: {row.label} (error {row.error:.4f}, at {row.error_context} tokens, "
             f"k={row.error_k}) as {row.step_label} of {row.step_model}, k={row.step_k}: {row.step_ms:.2f} ms, {row.ratio:.2f}x the speed "
-            f"of {row.reference} (error {row.reference_error:.4f})"
+            f"of {row.reference} (error {row.reference_error:.4f}){'' if row.same_round else ', timed in another round'}"
         )
     path = Path(args.output) / "equal_error.csv"
     write_table(path, rows)
@@ -148,8 +150,6 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     for word in rows:
         if word not in ("auto", *GATHERERS):
             raise UserError(f"--rows: no '{word}'; {did_you_mean(word, ('auto', *GATHERERS))}")
-    if not {"gpu", "auto"}.issuperset(rows) and any(spec.policy.rerank > 1 for spec in specs):
-        console.say("steps that rerank fetch their rows by the GPU, keys before values")
     for flag, value in (("--last-lane", args.last_lane), ("--gather-threads", args.gather_threads)):
         if value is not None:
             at_least_one(value, flag)
@@ -169,9 +169,9 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         for batch in batches:
             auto, last = default_lanes(batch, facts.kv_heads, context, index)
             for count, parts, by, spec in itertools.product(sessions, lanes or [auto], rows, specs):
-                who = default_rows(by, shape, spec.policy.rerank, parts, context, index)
+                who = default_rows(by, shape, parts, context, index)
                 heads = args.last_lane if lanes or args.last_lane else last
-                check_gathered(who, shape, spec.policy, parts)
+                check_gathered(who, shape, parts)
                 _check_lanes(batch, facts.kv_heads, parts, heads)
                 found.append(Variant(spec, args.k, batch, count, parts, who, heads))
         return list(dict.fromkeys(found))

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fathom_eval.devices import current
 from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.handover import DONE, FAILED, FLAGS, LINE, REQUEST, TOTAL, Mailbox
 from fathom_eval.offload.arena import ROW_ALIGNMENT, SegmentShape, device_view
 from fathom_eval.offload.cache import LONG_SCAN
-from fathom_eval.selection import Policy
 
 GATHERERS = ("gpu", "cpu", "both")
 """Who brings the rows of a step: the GPU; the CPU; the CPU where a lane's rows come behind the scan of another, and else the GPU."""
@@ -77,12 +77,13 @@ class Box:
     def allocate(cls, capacity: int, parts: int, width: int, dtype: torch.dtype, device: torch.device) -> Box:
         """For lists of at most ``capacity`` rows of ``parts`` times ``width`` numbers."""
         pinned = device.type == "cuda"
-        wanted = torch.zeros(capacity, dtype=torch.int64, pin_memory=pinned)
-        flags = torch.zeros(FLAGS, LINE, dtype=torch.int64, pin_memory=pinned)
-        rows = torch.zeros(capacity, parts, width, dtype=dtype, pin_memory=pinned)
-        flags[DONE, 0] = NOBODY
-        ticket, given_up = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
-        mailbox = Mailbox(device_view(wanted, device), device_view(flags, device), device_view(rows, device), ticket, given_up)
+        with current(device):  # pinned memory is viewed from the GPU that was current when it was pinned
+            wanted = torch.zeros(capacity, dtype=torch.int64, pin_memory=pinned)
+            flags = torch.zeros(FLAGS, LINE, dtype=torch.int64, pin_memory=pinned)
+            rows = torch.zeros(capacity, parts, width, dtype=dtype, pin_memory=pinned)
+            flags[DONE, 0] = NOBODY
+            ticket, given_up = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
+            mailbox = Mailbox(device_view(wanted, device), device_view(flags, device), device_view(rows, device), ticket, given_up)
         flat = rows.view(capacity, -1).view(_ELEMENT)
         return cls(mailbox, all_memory(flat.shape[1] * _ELEMENT.itemsize), wanted, flat, flags.view(-1).numpy().data)
 
@@ -227,31 +228,30 @@ def all_memory(row_bytes: int) -> Tensor:
     return torch.from_numpy(np.asarray(Addresses()))
 
 
-def check_gathered(rows_by: str, shape: SegmentShape, policy: Policy, lanes: int) -> None:
+def check_gathered(rows_by: str, shape: SegmentShape, lanes: int) -> None:
     """Raise :class:`UserError` where a step cannot have its rows brought like that."""
     if rows_by not in GATHERERS:
         raise UserError(f"rows are brought by {', '.join(GATHERERS)}, not by '{rows_by}'")
     if rows_by == "gpu":
         return
-    if policy.rerank > 1:
-        raise UserError("a step that reranks fetches keys and values at different times, which the CPU does not: give --rows gpu")
     if rows_by == "both" and lanes == 1:
         raise UserError("with one lane no rows come behind another's scan: give --rows cpu, --rows gpu, or more lanes")
     if not gathers(shape):
         raise UserError(f"rows of {row_bytes(shape)} bytes are not gathered by the CPU, which takes powers of two: give --rows gpu")
 
 
-def default_rows(rows_by: str, shape: SegmentShape, rerank: float, lanes: int, context: int, index: str) -> str:
-    """Who brings the rows of a step: what was asked for, or what fits where that was ``auto`` or is not possible (rerank, one lane).
+def default_rows(rows_by: str, shape: SegmentShape, lanes: int, context: int, index: str) -> str:
+    """Who brings the rows of a step: what was asked for, or what fits where that was ``auto`` or is not possible (``both`` of one lane).
 
-    ``auto`` is ``both`` where a GPU scans long enough over the link to hide what the CPU does, and the CPU has cores for it.
+    ``auto`` is ``both`` where a GPU scans long enough over the link to hide what the CPU does, and the CPU has cores for it. A step that
+    reranks is no exception.
     """
     auto = rows_by == "auto"
     if auto:
         able = torch.cuda.is_available() and default_threads() >= ENOUGH_THREADS and platform.machine() in HOSTS
         fits = able and index == "host" and context >= LONG_SCAN
         rows_by = "both" if fits else "gpu"
-    if rerank > 1 or (rows_by == "both" and lanes == 1) or (auto and not gathers(shape)):
+    if (rows_by == "both" and lanes == 1) or (auto and not gathers(shape)):
         return "gpu"
     return rows_by
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fathom_eval.devices import current
 from fathom_eval.errors import UserError
 from fathom_eval.kernels.segments import SEGMENT_BLOCKS
 from fathom_eval.offload.arena import Arena, SegmentShape, segments_for
@@ -85,8 +86,9 @@ def generate(
     shape = SegmentShape(
         facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), scan.span if scan.span > 1 else 8
     )
-    check_gathered(rows_by, shape, spec.policy, lanes)
+    check_gathered(rows_by, shape, lanes)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(current(weights.device))
         arena = stack.enter_context(Arena(shape, weights.device, index))
         gatherer = None if rows_by == "gpu" else stack.enter_context(RowGatherer(weights.device, gather_threads))
         arena.check(facts.layers * segments_for(most, blocks))

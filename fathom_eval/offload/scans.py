@@ -232,6 +232,8 @@ def check_spec(spec: MethodSpec, facts: ModelFacts) -> None:
     )
     if not known or not plain:
         raise UserError(f"{spec.label}: the runtime has no step for this method; choose from {TIMED}")
+    if getattr(method, "depths", "model") != "model":
+        raise UserError(f"{spec.label}: the runtime has no depth tables; leave depths=measured out")
     for field in dataclasses.fields(policy):
         if field.name not in ("sink", "local", "rerank", "attend") and getattr(policy, field.name) != field.default:
             raise UserError(f"{spec.label}: the runtime does not have the switch {field.name}; it has sink, local, rerank and attend")

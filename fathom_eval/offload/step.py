@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from fathom_eval.devices import current
 from fathom_eval.errors import UserError
 from fathom_eval.kernels.attend import attend_rows, workspace_size
 from fathom_eval.kernels.gate import silu_gate
@@ -28,6 +30,12 @@ from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered
 from fathom_eval.offload.scans import Scan
 from fathom_eval.offload.weights import DecoderWeights
 from fathom_eval.selection import Policy
+
+STREAMS = 32
+"""Streams of a device that torch hands out in turn: the next one is the first again."""
+
+_CAPTURED: WeakSet[DecodeStep] = WeakSet()
+"""Steps that hold a graph, whose streams are not to be captured on."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class DecodeStep:
             raise UserError(f"{rows} sessions are more than the {MOST_ROWS} that one step takes")
         self.weights, self.cache, self.scan, self.policy = weights, cache, scan, policy
         self.layers = len(weights.layers)
-        check_gathered(rows_by, cache.arena.shape, policy, len(cache.lanes))
+        check_gathered(rows_by, cache.arena.shape, len(cache.lanes))
         assert (gatherer is None) == (rows_by == "gpu"), "a gatherer is for rows that the CPU brings"
         self.rows_by, self._gatherer = rows_by, gatherer
         self.observer: Callable[[int, LaneWork], None] | None = None
@@ -124,6 +132,7 @@ class DecodeStep:
         self._work = [self._lane_work(lane, dtype) for lane in cache.lanes]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and len(cache.lanes) > 1 else None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_on: torch.cuda.Stream | None = None
 
     def run(self) -> None:
         """Decode one token of every session: seal what left the windows, then the step itself (as a graph, once it is captured).
@@ -132,31 +141,47 @@ class DecodeStep:
             UserError: Rows of an earlier step were not gathered; :meth:`check` tells of this one once the device was waited for.
         """
         self.check()
-        self.cache.advance()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._forward()
+        with current(self.weights.device):
+            self.cache.advance()
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._forward()
 
     def capture(self) -> None:
-        """Record the step as one CUDA graph. Kernels are compiled by a first pass over the current state, which is left as it was."""
+        """Record the step as one CUDA graph. Kernels are compiled by a first pass over the current state, which is left as it was.
+
+        torch keeps a workspace of cuBLAS for every stream, and a graph goes on using that of the stream it was captured on. So that steps
+        can be replayed side by side, each is captured on a stream of its own, which no other has until :meth:`release`.
+        """
         if self.weights.device.type != "cuda":
             return
-        before = self.token_ids.clone()
-        tokens = self.cache.tokens.clone()
-        stream = torch.cuda.Stream(self.weights.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._restore(before, tokens)
-        torch.cuda.synchronize(self.weights.device)
-        self.check()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._forward()
-        self._graph = graph
-        self._restore(before, tokens)
+        with current(self.weights.device):
+            before = self.token_ids.clone()
+            tokens = self.cache.tokens.clone()
+            stream = self._own_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._forward()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._restore(before, tokens)
+            torch.cuda.synchronize()
+            self.check()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                self._forward()
+            self._graph, self._captured_on = graph, stream
+            _CAPTURED.add(self)
+            self._restore(before, tokens)
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        """A stream that no step's graph was captured on; where there are too many steps, one that at least the last ones were not."""
+        taken = {self._side, *(step._captured_on for step in _CAPTURED)}
+        for _ in range(STREAMS):
+            stream = torch.cuda.Stream(self.weights.device)
+            if stream not in taken:
+                return stream
+        return torch.cuda.Stream(self.weights.device)
 
     def replay(self) -> None:
         """Launch the captured graph again without moving on: the host neither seals nor counts."""
@@ -171,8 +196,15 @@ class DecodeStep:
     def release(self) -> None:
         """Drop the graph and its memory, and what the CPU gathers into."""
         self._graph = None
+        # Not before the graph is gone: with it torch may free the workspace of this stream.
+        self._captured_on = None
+        _CAPTURED.discard(self)
         if self._gatherer is not None:
             self._gatherer.drop([work.box for work in self._work if work.box is not None])
+
+    def gathered(self, lane: Lane) -> bool:
+        """Whether the CPU brings the rows of a lane; key and value then cross the link together, also where the step reranks."""
+        return self.rows_by == "cpu" or (self.rows_by == "both" and lane is not self.cache.lanes[-1])
 
     def _restore(self, token_ids: Tensor, tokens: Tensor) -> None:
         self.token_ids.copy_(token_ids)
@@ -189,9 +221,8 @@ class DecodeStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
-        by_cpu = self.rows_by == "cpu" or (self.rows_by == "both" and lane is not cache.lanes[-1])
         box = None
-        if self._gatherer is not None and by_cpu:
+        if self._gatherer is not None and self.gathered(lane):
             box = self._gatherer.box(rows * heads * slots, 2, head_dim, cache.tail.dtype)
         return LaneWork(
             lane=lane,
@@ -281,7 +312,11 @@ class DecodeStep:
         self.scan.scan(number, work.lane, work.lane.part(query), tables, blocks, work.scores, work.maxima, self.score_scaling)
 
     def _finish_lane(self, number: int, work: LaneWork, tables: LaneTables) -> None:
-        """Top-k, union, fetch of rows and attention of one lane."""
+        """Top-k, union, fetch of rows and attention of one lane.
+
+        A step that reranks has the GPU fetch the candidates' keys and then the winners' values. The CPU brings both of every candidate at
+        once, since a second handover would wait for it again; the lists of what is kept name the same places.
+        """
         cache, policy, lane, union, kept = self.cache, self.policy, work.lane, work.unions[number], work.kept[number]
         blocks, tokens = cache.blocks[lane.rows], cache.tokens[lane.rows]
         query, out = lane.part(self.query), lane.part(self.mixed)
@@ -291,27 +326,30 @@ class DecodeStep:
         top_tokens(work.scores, work.maxima, lane.part(self.tail_scores), blocks, tokens, *limits, work.scratch, work.indices)
         reranks = policy.rerank > 1
         union_rows(work.indices, blocks, tokens, *limits, union, shared=shared and not reranks)
-        if reranks:
-            fetch_rows(tables["rows"], union, work.fetched[:1])
-            keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, kept, work.ordered, shared=shared)
-            fetch_rows(tables["rows"], kept, work.fetched[1:], first_part=1, members_only=True)
-        elif work.box is not None:
+        if work.box is not None:
             list_rows(tables["rows"], union, work.box.mailbox)
             await_rows(work.box.mailbox)
             take_rows(work.box.mailbox, union, work.fetched)
         else:
-            fetch_rows(tables["rows"], union, work.fetched)
+            fetch_rows(tables["rows"], union, work.fetched[:1] if reranks else work.fetched)
+        if reranks:
+            keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, kept, work.ordered, shared=shared)
+            if work.box is None:
+                fetch_rows(tables["rows"], kept, work.fetched[1:], first_part=1, members_only=True)
         attend_rows(query, work.fetched[0], work.fetched[1], kept, keys, values, work.workspace, out, self.weights.scaling)
         if self.observer is not None:
             self.observer(number, work)
 
 
 def launch_together(steps: Sequence[DecodeStep], streams: Sequence[torch.cuda.Stream]) -> None:
-    """Replay several captured steps side by side, one stream each, and let the current stream wait for all: sessions pipelined."""
-    current = torch.cuda.current_stream()
+    """Replay several captured steps side by side, one stream each, and let the current stream wait for all: sessions pipelined.
+
+    Args:
+        streams: Each of its step's device, whose current stream is meant.
+    """
     for step, stream in zip(steps, streams, strict=True):
-        stream.wait_stream(current)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             step.replay()
     for stream in streams:
-        current.wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)

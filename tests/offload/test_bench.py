@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fathom_eval.calibration import Basis
 from fathom_eval.cli import main
 from fathom_eval.commands.bench import _TIMED
 from fathom_eval.errors import UserError
@@ -16,7 +17,6 @@ from fathom_eval.methods import parse_method, parse_methods
 from fathom_eval.offload.arena import Arena, SegmentShape
 from fathom_eval.offload.bench import steps
 from fathom_eval.offload.bench.duration import table_seconds
-from fathom_eval.offload.bench.equal_error import equal_error, write_table
 from fathom_eval.offload.bench.sources import SyntheticSource, closing
 from fathom_eval.offload.bench.timing import PARTS, busy_time, part_of
 from fathom_eval.offload.gatherer import Box
@@ -107,7 +107,7 @@ def test_a_step_is_recorded_whole_and_only_once(
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
 
-def test_rows_of_the_cpu_are_a_variant_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_the_cpu_are_a_variant_of_their_own(tmp_path: Path) -> None:
     command = [
         *TINY,
         "--methods",
@@ -123,13 +123,15 @@ def test_rows_of_the_cpu_are_a_variant_of_their_own(tmp_path: Path, capsys: pyte
     ]
     command += ["--rerank", "1,2", "--sessions", "1,2", "--output", str(tmp_path / "run")]
     assert main(command) == 0
-    assert "steps that rerank fetch their rows by the GPU" in capsys.readouterr().out
     found = records(tmp_path / "run")
     kinds = [(one["sessions"], one["rerank"], one["rows_by"], one.get("gather_threads")) for one in found]
     plain = [("gpu", None), ("cpu", 1), ("both", 1)]
-    expected = [(sessions, 1.0, *who) for sessions in (1, 2) for who in plain] + [(sessions, 2.0, "gpu", None) for sessions in (1, 2)]
+    expected = [(sessions, rerank, *who) for sessions in (1, 2) for rerank in (1.0, 2.0) for who in plain]
     assert sorted(kinds, key=str) == sorted(expected, key=str)
     assert len({(one["sessions"], one["link_bytes"], one["rows_bytes"]) for one in found if one["rerank"] == 1}) == 2
+    reranked = {one["rows_by"]: one for one in found if (one["sessions"], one["rerank"]) == (1, 2.0)}
+    assert len({one["rows_bytes"] for one in reranked.values()}) == 1
+    assert reranked["gpu"]["fetched_bytes"] < reranked["both"]["fetched_bytes"] < reranked["cpu"]["fetched_bytes"]
     assert all(one["last_lane"] == 1 for one in found)
     assert main(command) == 0
     assert len(records(tmp_path / "run")) == len(found)
@@ -251,8 +253,10 @@ def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
         (["bench", "copy"], "cannot time 'copy'"),
         (["bench", "equal-error"], "needs --errors"),
         (["bench", "step", "--methods", "dense"], "would read every key"),
-        ([*TINY, "--methods", "fathom:basis=klt"], "give basis=raw"),
-        ([*TINY, "--methods", "loki"], "give basis=raw, or double_sparsity"),
+        ([*TINY, "--methods", "fathom:basis=klt:depths=measured"], "the runtime has no depth tables"),
+        ([*TINY, "--methods", "fathom:basis=klt:scales=fp8"], "the runtime has no step for this method"),
+        ([*TINY, "--methods", "loki:bits=16"], "the runtime has no step for this method"),
+        ([*TINY, "--methods", "loki:r=D/5"], "head_dim 32 is not a multiple of 5"),
         ([*TINY, "--contexts", "5000"], "not a multiple of"),
         ([*TINY, "--host-memory", "0.0001"], "of host memory and 0 MiB are allowed"),
         ([*TINY, "--lanes", "3"], "cannot be shared among 3 lanes"),
@@ -304,10 +308,67 @@ def test_a_difference_from_the_reference_stops_the_run(
     assert "differ from the torch reference" in capsys.readouterr().err
 
 
-def test_shared_queries_set_how_many_rows_a_group_reads() -> None:
-    source = SyntheticSource(
+@pytest.mark.parametrize("method", ["fathom:basis=klt:statistics=text", "fathom:layer_plan=text", "loki:statistics=text"])
+def test_synthetic_keys_have_no_calibration(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("fathom", "loki"):
+        monkeypatch.setattr(f"fathom_eval.methods.{module}.resolve", lambda name, what, session=True: name)
+    assert main([*TINY, "--methods", method, "--output", str(tmp_path / "run")]) == 2
+    assert "synthetic keys have statistics of their own; leave the calibration out" in capsys.readouterr().err
+
+
+def test_a_step_in_a_basis_reads_what_one_in_raw_channels_reads(tmp_path: Path) -> None:
+    methods = [f"fathom:budget=24:basis={basis}{attend}" for basis in ("klt", "raw") for attend in ("", ":attend=union")]
+    methods += ["loki:r=D/4", "double_sparsity:c=D/4:attend=union"]
+    command = [*TINY, "--methods", ",".join(methods), "--rerank", "1,1.5", "--lanes", "2", "--output", str(tmp_path / "run")]
+    assert main(command) == 0
+    found = {(one["label"], one["rerank"]): one for one in records(tmp_path / "run")}
+    assert len(found) == 12
+    assert len({one["round"] for one in found.values()}) == 1
+    for one in found.values():
+        turned = "basis=klt" in one["label"] or one["method"] == "loki"
+        assert (one["scan_basis"], one["basis_of_keys"]) == (("klt", "identity") if turned else ("raw", None))
+        if one["method"] != "fathom":
+            assert (one["scan_bits"], one["active_channels"]) == (4.25 * 8, 8)
+        elif turned:
+            same = found[one["label"].replace("klt", "raw"), one["rerank"]]
+            for name in ("scan_bits", "active_channels", "scan_bytes", "union_rows", "candidate_rows"):
+                assert one[name] == same[name]
+
+
+def test_a_basis_is_a_dense_matrix_of_every_layer_and_loki_ranks_by_keys_and_queries() -> None:
+    source = tiny_source("fathom:basis=klt,loki")
+    with closing(source), torch.inference_mode():
+        source.build()
+        source.open(4096)
+        spec = parse_method("fathom:budget=24:basis=klt")
+        cache, scan = source.prepare(spec, 1, 1)
+        bases = [layer.basis for layer in cache.layers]
+        assert len({basis.vectors.data_ptr() for basis in bases}) == len(bases) == source.facts.layers
+        step = steps.DecodeStep(source.weights(), cache, scan, 96, spec.policy)
+        step.run()
+        turned, offset = step.project(0)
+        assert torch.equal(turned, step.query.float())
+        assert not offset.any()
+        basis = bases[1]
+        turn = torch.linalg.qr(torch.randn(basis.vectors.shape, generator=torch.Generator().manual_seed(0))).Q
+        cache.layers[0].basis = Basis(basis.mean + 1, turn, basis.variance)
+        other, offset = step.project(0)
+        assert not torch.allclose(other, turned)
+        assert offset.any()
+        source._queries.set(0.5)
+        _, loki = source.prepare(parse_method("loki:r=D/4"), 1, 1)
+        loki.allocate(source.facts.layers, 1, 2, 32, torch.device("cpu"))
+        gains = source._queries._gains * source.keys.scale ** (1 + source._queries.tilt)
+        for layer, picked in enumerate(loki._picked):
+            assert torch.equal(picked[0].long(), gains[layer].topk(8).indices.sort(-1).values)
+
+
+def tiny_source(methods: str) -> SyntheticSource:
+    return SyntheticSource(
         SHAPES["tiny-shape"],
-        parse_methods("sparq:r=4"),
+        parse_methods(methods),
         [4096],
         1,
         device=torch.device("cpu"),
@@ -316,6 +377,10 @@ def test_shared_queries_set_how_many_rows_a_group_reads() -> None:
         host_limit=2**26,
         say=lambda line: None,
     )
+
+
+def test_shared_queries_set_how_many_rows_a_group_reads() -> None:
+    source = tiny_source("sparq:r=4")
     with closing(source), torch.inference_mode():
         source.build()
         source.open(4096)
@@ -342,57 +407,6 @@ def test_the_floor_and_the_scan_against_the_link() -> None:
     assert in_memory["floor_ms"] == pytest.approx(2 + 4.225)
     assert (in_memory["scan_of_link"], in_memory["ahead_ms"]) == (None, None)
     assert set(steps._floor({})) == set(found)
-
-
-def fidelity(method: str, label: str, bits: float, error: float, **options: object) -> dict[str, Any]:
-    cell = {"kind": "fidelity", "finish": "complete", "context": 8192, "k": 256, "head_dim": 64}
-    return {**cell, "method": method, "label": label, "options": options, "bits": bits, "error_dense": error}
-
-
-def step(method: str, label: str, bits: float, milliseconds: float, **changes: object) -> dict[str, Any]:
-    cell = {"kind": "step", "context": 2**20, "k": 512, "head_dim": 128, "model": "shape", "index": "host", "batch": 1, "sessions": 1}
-    times = {"rerank": 1.0, "void": False, "gpu_ms": milliseconds, "wall_ms": 2 * milliseconds}
-    return {**cell, **times, "method": method, "label": label, "scan_bits": bits, **changes}
-
-
-def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None:
-    errors = [
-        fidelity("double_sparsity", "double_sparsity c=D/4", 68, 0.2),
-        fidelity("fathom", "fathom budget=48", 28, 0.25),
-        fidelity("fathom", "fathom budget=48", 28, 0.13),  # two windows, whose mean is 0.19
-        fidelity("fathom", "fathom budget=64", 38, 0.1),
-        fidelity("fathom", "fathom budget=32 rerank=2", 19, 0.18, rerank=2.0),
-        fidelity("fathom", "fathom budget=24 basis=klt attend=union", 19, 0.05, basis="klt", attend="union"),
-        fidelity("fathom", "fathom budget=64 basis=klt", 38, 0.09, basis="klt"),
-        fidelity("sparq", "sparq r=D/8", 34, 0.21),
-        fidelity("landmark", "landmark size=8", 128, 0.01),
-    ]
-    steps = [
-        step("double_sparsity", "double_sparsity c=32", 136, 120),
-        step("double_sparsity", "double_sparsity c=32", 136, 110, lanes=2),
-        step("double_sparsity", "double_sparsity c=32", 136, 50, batch=2),
-        step("fathom", "fathom budget=48 basis=raw", 57, 55),
-        step("fathom", "fathom budget=64 basis=raw", 75, 70),
-        step("fathom", "fathom budget=32 rerank=2", 38, 44, rerank=2.0),
-        step("fathom", "fathom budget=32", 38, 40),
-        step("sparq", "sparq r=16", 68, 60),
-        step("landmark", "landmark size=8", 256, 10, void=True),
-    ]
-    rows = equal_error(errors, steps, "double_sparsity c=D/4")
-    assert [(row.step_label, row.step_ms, row.ratio) for row in rows] == [
-        ("double_sparsity c=32", 110, 1.0),
-        ("fathom budget=32 rerank=2", 44, 2.5),
-        ("fathom budget=64 basis=raw", 70, 110 / 70),
-    ]
-    assert [(row.windows, row.basis) for row in rows] == [(1, ""), (1, ""), (1, "klt")]
-    write_table(tmp_path / "table.csv", rows)
-    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,256,1,fathom,,fathom budget=32 rerank=2,0.18,")
-    joint = step("fathom", "fathom budget=32 attend=union", 38, 30, options={"attend": "union"})
-    assert equal_error(errors, [*steps, joint], "double_sparsity c=D/4")[2].step_label == "fathom budget=32 attend=union"
-    with pytest.raises(UserError, match="did you mean"):
-        equal_error(errors, steps, "double_sparsity c=D/3")
-    with pytest.raises(UserError, match="no step of the run"):
-        equal_error(errors, steps[3:], "double_sparsity c=D/4")
 
 
 def test_an_arena_is_emptied_on_every_way_out() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,12 @@ from fathom_eval.kernels.rows import GroupRows, fetch_rows
 from fathom_eval.kernels.segments import SegmentTable
 from fathom_eval.offload import gatherer as module
 from fathom_eval.offload.arena import Arena, SegmentShape
+from fathom_eval.offload.bench.checks import StepCheck
+from fathom_eval.offload.bench.steps import _traffic
 from fathom_eval.offload.cache import lanes_of
 from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered, default_rows
-from fathom_eval.selection import Policy
+from fathom_eval.offload.step import DecodeStep
+from tests.offload.made_steps import run_alike, steps_by
 
 CPU = torch.device("cpu")
 SHAPE = SegmentShape(2, 16, 2, torch.float32, ())
@@ -230,7 +235,6 @@ def test_a_quiet_gatherer_sleeps(monkeypatch: pytest.MonkeyPatch, arena: Arena) 
     ("rows_by", "changes", "message"),
     [
         ("host", {}, "gpu, cpu, both, not by 'host'"),
-        ("cpu", {"rerank": 2.0}, "give --rows gpu"),
         ("both", {"lanes": 1}, "or more lanes"),
         ("cpu", {"head_dim": 96}, "rows of 768 bytes are not gathered"),
     ],
@@ -238,23 +242,23 @@ def test_a_quiet_gatherer_sleeps(monkeypatch: pytest.MonkeyPatch, arena: Arena) 
 def test_what_cannot_be_gathered_is_refused(rows_by: str, changes: dict[str, float], message: str) -> None:
     shape = SegmentShape(2, int(changes.get("head_dim", 16)), 2, torch.float32, ())
     with pytest.raises(UserError, match=message):
-        check_gathered(rows_by, shape, Policy(rerank=changes.get("rerank", 1.0)), int(changes.get("lanes", 2)))
-    check_gathered("gpu", shape, Policy(rerank=2.0), 1)
+        check_gathered(rows_by, shape, int(changes.get("lanes", 2)))
+    check_gathered("gpu", shape, 1)
 
 
 def test_who_gathers_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     long = (2**20, "host")
-    assert default_rows("auto", SHAPE, 1.0, 4, *long) == "gpu" or torch.cuda.is_available()
+    assert default_rows("auto", SHAPE, 4, *long) == "gpu" or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "default_threads", lambda: 8)
-    assert default_rows("auto", SHAPE, 1.0, 4, *long) == "both"
-    others = [(1.0, 1, *long), (1.5, 4, *long), (1.0, 4, 2**17, "host"), (1.0, 4, 2**20, "hbm")]
-    assert [default_rows("auto", SHAPE, *one) for one in others] == ["gpu"] * 4
-    assert default_rows("auto", SegmentShape(2, 96, 2, torch.float32, ()), 1.0, 4, *long) == "gpu"
-    assert default_rows("both", SHAPE, 1.0, 1, *long) == "gpu"
-    assert default_rows("cpu", SHAPE, 1.0, 1, 2**12, "hbm") == "cpu"
+    assert default_rows("auto", SHAPE, 4, *long) == "both"
+    others = [(1, *long), (4, 2**17, "host"), (4, 2**20, "hbm")]
+    assert [default_rows("auto", SHAPE, *one) for one in others] == ["gpu"] * 3
+    assert default_rows("auto", SegmentShape(2, 96, 2, torch.float32, ()), 4, *long) == "gpu"
+    assert default_rows("both", SHAPE, 1, *long) == "gpu"
+    assert default_rows("cpu", SHAPE, 1, 2**12, "hbm") == "cpu"
     monkeypatch.setattr(module, "default_threads", lambda: 2)
-    assert default_rows("auto", SHAPE, 1.0, 4, *long) == "gpu"
+    assert default_rows("auto", SHAPE, 4, *long) == "gpu"
     with pytest.raises(UserError, match="at least one thread"):
         RowGatherer(CPU, 0)
 
@@ -276,3 +280,86 @@ def test_a_host_whose_memory_is_not_in_order_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(UserError, match="this one is aarch64: let the GPU fetch them"), RowGatherer(torch.device("cpu"), 1):
         pass
+
+
+@pytest.mark.parametrize("text", ["fathom:rerank=2", "sparq:r=D/8:rerank=1.5:attend=union"])
+def test_candidates_that_the_cpu_brings_are_reranked_like_those_of_the_gpu(text: str) -> None:
+    """Bit for bit, over a block that is sealed and a segment that did not exist before."""
+    ways = [("gpu", 1, None), ("gpu", 2, None), ("cpu", 1, None), ("cpu", 2, None), ("both", 2, None)]
+    with steps_by(ways, text, device="cpu", tokens=590, head_dim=16) as steps:
+        before = len(steps[0].cache.arena.segments)
+        run_alike(steps, 70)
+        assert len(steps[0].cache.arena.segments) > before
+        boxes = [[work.box is not None for work in step._work] for step in steps]
+        assert boxes == [[False], [False, False], [True], [True, True], [True, False]]
+        # Tickets: one handover a layer and step, not one for keys and one for values.
+        assert [int(work.box.mailbox.ticket) for work in steps[-1]._work if work.box is not None] == [70 * steps[-1].layers]
+
+
+def test_what_the_cpu_brings_for_a_step_that_reranks() -> None:
+    """Counted where it arrives: keys and values of all candidates by the CPU, values of the winners alone by the GPU."""
+    row = 16 * 4
+    with steps_by(
+        [("gpu", 2, None), ("both", 2, None), ("cpu", 2, None)], "fathom:rerank=2", device="cpu", tokens=300, head_dim=16
+    ) as steps:
+        found = []
+        for step in steps:
+            check = StepCheck(step, "fathom")
+            step.observer = check.observe
+            step.run()
+            found.append(_traffic(step, check))
+            candidates = step.union_counts.sum((0, 1)).tolist()
+            kept = check.kept_rows.sum(0).tolist()
+            assert all(0 < attended < wanted for attended, wanted in zip(kept, candidates, strict=True))
+            parts = [
+                2 * wanted if step.gathered(lane) else wanted + kept[at]
+                for at, (lane, wanted) in enumerate(zip(step.cache.lanes, candidates, strict=True))
+            ]
+            assert found[-1]["fetched_bytes"] == row * sum(parts)
+            assert found[-1]["link_bytes"] == found[-1]["scan_bytes"] + found[-1]["fetched_bytes"]
+    assert found[0]["fetched_bytes"] < found[1]["fetched_bytes"] < found[2]["fetched_bytes"]
+    others = ("rows_bytes", "union_rows", "candidate_rows", "scan_bytes")
+    assert len({tuple(one[name] for name in others) for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows_by", "kept", "fetched"),
+    [
+        # Lanes of two heads and of one; 30 candidates each, 12 and 9 of which are attended to; rows of 64 bytes a part.
+        ("gpu", (12, 9), (30 + 12 + 30 + 9) * 64),
+        ("both", (12, 9), (30 + 30 + 30 + 9) * 64),
+        ("cpu", (12, 9), (30 + 30 + 30 + 30) * 64),
+        # Without rerank all candidates are.
+        ("gpu", (30, 30), 120 * 64),
+        ("both", (30, 30), 120 * 64),
+        ("cpu", (30, 30), 120 * 64),
+    ],
+)
+def test_bytes_of_a_step_by_hand(rows_by: str, kept: tuple[int, int], fetched: int) -> None:
+    cache = SimpleNamespace(
+        arena=SimpleNamespace(shape=SHAPE, index="host"),
+        tail=torch.zeros(1),
+        blocks=torch.tensor([2]),
+        lanes=lanes_of(1, 3, 2, 1),
+    )
+    step: Any = SimpleNamespace(
+        cache=cache,
+        weights=SimpleNamespace(bytes_read=1000),
+        scan=SimpleNamespace(bits=lambda: torch.full((1, 1, 3), 4.0), channels=lambda: torch.full((1, 1, 3), 8.0)),
+        union_counts=torch.tensor([[[10, 20, 30]]]),
+        rows_by=rows_by,
+    )
+    step.gathered = lambda lane: DecodeStep.gathered(step, lane)
+    found = _traffic(step, SimpleNamespace(kept_rows=torch.tensor([kept], dtype=torch.float64)))  # type: ignore[arg-type]
+    scan = 3 * 128 * 4 // 8
+    assert found == {
+        "scan_bits": 4,
+        "active_channels": 8,
+        "scan_bytes": scan,
+        "union_rows": sum(kept) / 3,
+        "candidate_rows": 20,
+        "rows_bytes": 2 * sum(kept) * 64,
+        "fetched_bytes": fetched,
+        "link_bytes": fetched + scan,
+        "weight_bytes": 1000,
+    }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,28 +16,18 @@ from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.kernels.rows import GroupRows, fetch_rows
 from fathom_eval.kernels.segments import SegmentTable
 from fathom_eval.methods import parse_method
-from fathom_eval.models import LoadedModel, describe_model
-from fathom_eval.offload.arena import Arena, SegmentShape, device_view
+from fathom_eval.offload.arena import Arena, SegmentShape, device_view, release_pinned
 from fathom_eval.offload.cache import TieredCache, fill_segment, lanes_of
-from fathom_eval.offload.gatherer import Box, RowGatherer
+from fathom_eval.offload.gatherer import Box
 from fathom_eval.offload.generate import generate
 from fathom_eval.offload.pinned import huge_pages_offered
 from fathom_eval.offload.scans import scan_of_prefix
-from fathom_eval.offload.step import DecodeStep
+from fathom_eval.offload.step import DecodeStep, launch_together
 from fathom_eval.offload.weights import weights_of
 from fathom_eval.prefill import prefill
-from tests.tiny import tiny_model
+from tests.offload.made_steps import Way, prompt, run_alike, steps_by, tiny_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def on_gpu(**options: int) -> LoadedModel:
-    loaded = tiny_model("qwen3", head_dim=64, **options)
-    return describe_model(loaded.model.to("cuda"), loaded.tokenizer, "tiny-qwen3")
-
-
-def prompt(count: int) -> list[int]:
-    return torch.randint(2, 380, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +35,7 @@ def prompt(count: int) -> list[int]:
 )
 @pytest.mark.parametrize(("index", "lanes"), [("host", 1), ("host", 2), ("hbm", 1)])
 def test_same_tokens_as_the_evaluator(text: str, index: str, lanes: int) -> None:
-    loaded = on_gpu()
+    loaded = tiny_on("cuda")
     prefix = prefill(loaded, prompt(700))
     branch = Branch(parse_method(text), 60)
     expected = decode(loaded, prefix, [branch], 90)[0]
@@ -91,64 +79,84 @@ def test_segments_are_what_the_device_wrote(host_pages: str) -> None:
     assert not held.is_pinned() or host_pages == "small"
 
 
-@contextlib.contextmanager
-def steps_by(ways: list[tuple[str, int, int | None]], tokens: int = 1500, positions: int = 4096) -> Iterator[list[DecodeStep]]:
-    """The same state in several captured steps, each with rows by somebody else: who, lanes, KV heads of the last lane."""
-    loaded = on_gpu(max_positions=positions)
-    prefix = prefill(loaded, prompt(tokens))
-    spec, heads = parse_method("fathom"), loaded.facts.kv_heads
-    weights = weights_of(loaded, prefix.tokens, 1100)
-    shape = SegmentShape(heads, loaded.facts.head_dim, 8, prefix.layers[0].keys.dtype, ("planes",))
-    with contextlib.ExitStack() as stack:
-        arena = stack.enter_context(Arena(shape, weights.device))
-        gatherer = stack.enter_context(RowGatherer(weights.device, 2))
-        stack.enter_context(torch.inference_mode())
-        made = []
-        for rows_by, lanes, last in ways:
-            scan = scan_of_prefix(spec, loaded.facts, prefix.layers)
-            cache = TieredCache.allocate(arena, loaded.facts.layers, 1, lanes_of(1, heads, lanes, last), tokens + 1200, spec.policy.local)
-            for number, layer in enumerate(prefix.layers):
-                cache.load(number, 0, layer.keys, layer.values)
-            cache.set_length(0, prefix.tokens)
-            own = None if rows_by == "gpu" else gatherer
-            step = DecodeStep(weights, cache, scan, 60, spec.policy, rows_by=rows_by, gatherer=own)
-            stack.callback(step.release)
-            step.token_ids.fill_(prefix.token_ids[-1])
-            step.capture()
-            made.append(step)
-        yield made
-
-
-WAYS = [("gpu", 1, None), ("gpu", 2, None), ("cpu", 1, None), ("cpu", 2, None), ("both", 2, None)]
+WAYS: list[Way] = [("gpu", 1, None), ("gpu", 2, None), ("cpu", 1, None), ("cpu", 2, None), ("both", 2, None)]
+RERANKED = ["fathom:rerank=1.5", "fathom:rerank=2", "fathom:rerank=1.5:attend=union", "fathom:rerank=2:attend=union"]
 
 
 def test_rows_of_the_cpu_are_those_of_the_gpu_bit_for_bit() -> None:
     """Over blocks that are sealed and segments that come while decoding; the same launches otherwise, so that nothing may differ."""
     with steps_by(WAYS) as steps:
-        for _ in range(3 * BLOCK):
-            for step in steps:
-                step.run()
-            torch.cuda.synchronize()
-            one, two, *others = steps
-            for step in others:
-                step.check()
-                like = one if len(step.cache.lanes) == 1 else two
-                assert torch.equal(step.logits, like.logits)
-                assert torch.equal(step.mixed, like.mixed)
-                assert torch.equal(step.union_counts, like.union_counts)
+        run_alike(steps, 3 * BLOCK)
 
 
+@pytest.mark.parametrize("text", RERANKED)
+def test_reranked_rows_of_the_cpu_are_those_of_the_gpu_bit_for_bit(text: str) -> None:
+    """The CPU brings the values of all candidates at once, the GPU those of the winners when these are known."""
+    with steps_by(WAYS, text) as steps:
+        run_alike(steps, 2 * BLOCK)
+
+
+@pytest.mark.parametrize("text", ["fathom", *RERANKED])
 @pytest.mark.parametrize("rows_by", ["cpu", "both"])
-def test_same_tokens_as_the_evaluator_with_rows_of_the_cpu(rows_by: str) -> None:
-    loaded = on_gpu()
+def test_same_tokens_as_the_evaluator_with_rows_of_the_cpu(rows_by: str, text: str) -> None:
+    loaded = tiny_on("cuda")
     prefix = prefill(loaded, prompt(700))
-    branch = Branch(parse_method("fathom"), 60)
+    branch = Branch(parse_method(text), 60)
     expected = decode(loaded, prefix, [branch], 90)[0]
     for graph in (True, False):
         found = generate(
             loaded, prefix, branch, 90, lanes=2, score_dtype=torch.float32, segment_blocks=4, graph=graph, rows_by=rows_by, gather_threads=2
         )
         assert found.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("basis", ["klt", "raw"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_steps_side_by_side_give_what_each_gives_alone(count: int, basis: str) -> None:
+    """Each over a prompt of its own, so that a step that worked in another's memory would give something else."""
+    ways: list[Way] = [("gpu", 2, None)] * count
+    with steps_by(ways * 2, f"fathom:basis={basis}", seeds=[*range(count)] * 2) as steps:
+        alone, together = steps[:count], steps[count:]
+        assert len({step._captured_on for step in steps}) == len(steps)
+        streams = [torch.cuda.Stream() for _ in together]
+        for _ in range(100):
+            for step in alone:
+                step.run()
+                torch.cuda.synchronize()
+            for step in together:
+                step.cache.advance()
+            launch_together(together, streams)
+            torch.cuda.synchronize()
+            for one, other in zip(alone, together, strict=True):
+                assert torch.equal(one.token_ids, other.token_ids)
+                assert torch.equal(one.logits, other.logits)
+        assert not torch.equal(together[0].logits, together[1].logits)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("text", ["fathom:basis=raw", "fathom:basis=klt:rerank=2"])
+def test_a_step_runs_on_another_gpu_than_the_current_one(text: str) -> None:
+    def tokens_on(device: str) -> list[list[int]]:
+        # Pinned memory that is used again would be viewed from the GPU that it was pinned for.
+        gc.collect()
+        release_pinned()
+        with steps_by([("gpu", 2, None), ("both", 2, None)], text, device=device) as steps:
+            found: list[list[int]] = []
+            for step in steps:
+                assert step.weights.device == torch.device(device)
+                for segment in step.cache.arena.segments:
+                    assert all(segment.views[name].data_ptr() == tensor.data_ptr() for name, tensor in segment.tensors.items())
+                found.append([])
+                for _ in range(100):
+                    step.run()
+                    found[-1].append(int(step.token_ids[0]))
+                step.check()
+            assert torch.cuda.current_device() == 0
+        return found
+
+    one, other = tokens_on("cuda:0"), tokens_on("cuda:1")
+    assert other == one
+    assert one[0] == one[1]
 
 
 def test_a_thousand_replays_in_a_row_neither_hang_nor_leak() -> None:
@@ -217,7 +225,7 @@ def test_a_gatherer_that_does_not_answer_is_not_waited_for_long(monkeypatch: pyt
 
 
 def test_nothing_leaks_over_a_thousand_steps() -> None:
-    loaded = on_gpu(max_positions=2048)
+    loaded = tiny_on("cuda", max_positions=2048)
     prefix = prefill(loaded, prompt(400))
     spec = parse_method("fathom")
     weights = weights_of(loaded, prefix.tokens, 1100)

@@ -2,8 +2,8 @@
 
 The models of the two runs differ as a rule: errors come from a model that was trained, times from random weights of a larger shape. A
 configuration of the one stands for one of the other where method, rerank and what a head attends to are the same and the bits a token and
-channel agree. Channels of the model stand for those of a basis too: synthetic keys are timed in the former alone, and what turns a query
-into a basis is not in the time.
+channel agree. Where no step of the same basis was timed, one of the model's own channels stands for it; what turns a query into a basis is
+not in that time then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class EqualError:
         error_head_dim: Of the fidelity run's model.
         step_context, step_index, step_label, step_ms: Of the step that stands for it.
         step_model, step_bits_a_channel: What was timed.
+        reference_ms: Of the reference's fastest step, in the same round where there is one.
         ratio: The reference's time over this one's.
+        step_basis: Of the scan that was timed, ``raw`` or ``klt``.
+        same_round: Whether both steps took turns in one process.
     """
 
     error_context: int
@@ -61,6 +64,8 @@ class EqualError:
     step_ms: float
     reference_ms: float
     ratio: float
+    step_basis: str
+    same_round: bool
 
 
 @dataclass(frozen=True)
@@ -76,40 +81,39 @@ class _Configuration:
     head_dim: int
 
 
-def equal_error(fidelity: Iterable[Mapping[str, Any]], steps: Iterable[Mapping[str, Any]], reference: str) -> list[EqualError]:
-    """Every method, in each basis, at the error of a reference.
+def equal_error(
+    fidelity: Iterable[Mapping[str, Any]], steps: Iterable[Mapping[str, Any]], references: str | Sequence[str]
+) -> list[EqualError]:
+    """Every method, in each basis, at the error of each reference.
 
     Args:
         fidelity: Records of a fidelity run.
         steps: Records of ``bench step``; those of one session count, each configuration at its fastest, void ones not.
-        reference: Label of the fidelity run's configuration whose error is to be reached.
+        references: Label of the fidelity run's configuration whose error is to be reached, or several.
 
     Raises:
-        UserError: The reference has no record, or none of its error or time.
+        UserError: A reference has no record, or none of its error or time.
     """
     cells = _cells(fidelity)
     known = sorted({one.label for cell in cells.values() for one in cell})
-    if reference not in known:
-        raise UserError(f"the fidelity run has no '{reference}'; {did_you_mean(reference, known)}")
+    wanted = [references] if isinstance(references, str) else list(dict.fromkeys(references))
+    for reference in wanted:
+        if reference not in known:
+            raise UserError(f"the fidelity run has no '{reference}'; {did_you_mean(reference, known)}")
     timed = _timed(steps)
     found = []
-    for (context, k), cell in sorted(cells.items()):
-        target = next((one for one in cell if one.label == reference), None)
-        if target is None:
-            continue
-        for members in timed.values():
-            base = _step_of(target, members)
-            if base is None:
-                continue
-            for line in dict.fromkeys((one.method, one.basis) for one in cell):
-                own = [one for one in cell if (one.method, one.basis) == line and one.error <= target.error]
-                reaching = [(one, _step_of(one, members)) for one in own]
-                pairs = [(one, step) for one, step in reaching if step is not None]
-                if pairs:
-                    best, step = min(pairs, key=lambda pair: _time(pair[1]))
-                    found.append(_row(context, k, best, step, target, base))
-    if not found:
-        raise UserError(f"no step of the run stands for '{reference}': time its method and rerank at the same bits a channel")
+    for reference in wanted:
+        rows = [
+            row
+            for (context, k), cell in sorted(cells.items())
+            for target in cell
+            if target.label == reference
+            for members in timed.values()
+            for row in _rows(context, k, cell, target, members)
+        ]
+        if not rows:
+            raise UserError(f"no step of the run stands for '{reference}': time its method and rerank at the same bits a channel")
+        found += rows
     return found
 
 
@@ -161,8 +165,8 @@ def _attended(options: Mapping[str, Any]) -> str:
     return str(options.get("attend", "own"))
 
 
-def _step_of(configuration: _Configuration, steps: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The fastest step that stands for a configuration."""
+def _steps_of(configuration: _Configuration, steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The steps that stand for a configuration, all of them of one basis."""
     density = configuration.bits / configuration.head_dim
     same = [
         step
@@ -171,11 +175,54 @@ def _step_of(configuration: _Configuration, steps: Iterable[Mapping[str, Any]]) 
         == (configuration.method, configuration.rerank, configuration.attend)
         and math.isclose(step["scan_bits"] / step["head_dim"], density, rel_tol=SAME_BITS)
     ]
-    return min(same, key=_time, default=None)
+    # Where a record does not tell a basis from raw channels (``auto``), the step that does more work is the careful choice.
+    turned = configuration.basis == "klt" or (not configuration.basis and configuration.method in ("fathom", "loki"))
+    for basis in ("klt", "raw") if turned else ("raw",):
+        found = [step for step in same if _basis(step) == basis]
+        if found:
+            return found
+    return []
+
+
+def _basis(step: Mapping[str, Any]) -> str:
+    """Of a step's scan; older records of ``bench step`` do not name it."""
+    turned = step["method"] == "loki" or step.get("options", {}).get("basis") == "klt"
+    return str(step.get("scan_basis", "klt" if turned else "raw"))
+
+
+def _pair(steps: Sequence[Mapping[str, Any]], bases: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The fastest step and the fastest of a reference, from one round where they share any."""
+    in_turn = [
+        (step, min((base for base in bases if _same_round(step, base)), key=_time))
+        for step in steps
+        if any(_same_round(step, base) for base in bases)
+    ]
+    return min(in_turn, key=lambda pair: _time(pair[0]), default=(min(steps, key=_time), min(bases, key=_time)))
+
+
+def _same_round(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one is other or (one.get("round") is not None and one["round"] == other.get("round"))
 
 
 def _time(step: Mapping[str, Any]) -> float:
     return float(step["wall_ms"] if step["gpu_ms"] is None else step["gpu_ms"])
+
+
+def _rows(
+    context: int, k: int, cell: Sequence[_Configuration], target: _Configuration, steps: Sequence[Mapping[str, Any]]
+) -> list[EqualError]:
+    """The cheapest configuration of every method and basis that reaches the target's error, if both were timed."""
+    bases = _steps_of(target, steps)
+    if not bases:
+        return []
+    rows = []
+    for line in dict.fromkeys((one.method, one.basis) for one in cell):
+        own = [(one, _steps_of(one, steps)) for one in cell if (one.method, one.basis) == line and one.error <= target.error]
+        timed = [(one, *_pair(found, bases)) for one, found in own if found]
+        if timed:
+            best, step, base = min(timed, key=lambda item: _time(item[1]))
+            rows.append(_row(context, k, best, step, target, base))
+    return rows
 
 
 def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], target: _Configuration, base: Mapping[str, Any]) -> EqualError:
@@ -200,4 +247,6 @@ def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], tar
         step_ms=_time(step),
         reference_ms=_time(base),
         ratio=_time(base) / _time(step),
+        step_basis=_basis(step),
+        same_round=_same_round(step, base),
     )

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
+from fathom_eval.calibration import Basis
 from fathom_eval.errors import UserError
 from fathom_eval.kernels.segments import SEGMENT_BLOCKS
 from fathom_eval.memory import gib
@@ -110,6 +112,7 @@ class SyntheticSource:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.facts, self.index, self._say = shape.facts(device, dtype, max(contexts) + ROOM), index, say
         self._shape, self._device, self._context = shape, device, 0
+        self._bases: list[Basis] | None = None
         scans = [self._scan(spec) for spec in specs]  # refuses what cannot be timed
         blocks = min(SEGMENT_BLOCKS, max(2, 1 << ((min(contexts) // 64).bit_length() - 1)))
         for context in contexts:
@@ -153,6 +156,8 @@ class SyntheticSource:
             self.arena.close()
             raise
         self._weights = self._plain
+        # A matrix a layer, as real bases are: one for all would stay in the GPU's cache.
+        self._bases = [self.keys.basis for _ in range(shape.layers)]
 
     def fixed_bits(self, spec: MethodSpec) -> float:
         """Bits of a token that a method reads whatever the query is; a plan made by the query counts nothing before it is made."""
@@ -209,9 +214,10 @@ class SyntheticSource:
         self, spec: MethodSpec, rows: int, lanes: int, session: int = 0, sessions: int = 1, last_heads: int | None = None
     ) -> tuple[TieredCache, Scan]:
         lane_list = lanes_of(rows, self.facts.kv_heads, lanes, last_heads)
-        cache = TieredCache.allocate(self.arena, self.facts.layers, rows, lane_list, self._context, spec.policy.local)
+        scan = self._scan(spec)
+        cache = TieredCache.allocate(self.arena, self.facts.layers, rows, lane_list, self._context, spec.policy.local, scan.bases)
         self._distinct[id(cache)] = attach_pool(cache, self._context, session, sessions)
-        return cache, self._scan(spec)
+        return cache, scan
 
     def reset(self, cache: TieredCache) -> None:
         for row in range(cache.rows):
@@ -220,7 +226,7 @@ class SyntheticSource:
     def notes(self, cache: TieredCache) -> dict[str, Any]:
         layers = self.facts.layers * cache.rows
         distinct = self._distinct[id(cache)]
-        return {"distinct_layers": distinct, "aliased_layers": layers - distinct, **self._setup}
+        return {"distinct_layers": distinct, "aliased_layers": layers - distinct, **_basis_notes(cache, "identity"), **self._setup}
 
     def close(self) -> None:
         """Give the host memory back."""
@@ -229,21 +235,36 @@ class SyntheticSource:
     def _scan(self, spec: MethodSpec) -> Scan:
         check_spec(spec, self.facts)
         method, facts = spec.method, self.facts
-        if isinstance(method, Loki) or getattr(method.store(facts), "basis", "raw") != "raw":
-            raise UserError(
-                f"{spec.label}: synthetic keys are timed in raw channels; give basis=raw, or double_sparsity for a 32-channel scan"
-            )
         if getattr(method, "statistics", "session") != "session" or getattr(method, "layer_plan", ""):
             raise UserError(f"{spec.label}: synthetic keys have statistics of their own; leave the calibration out")
+        bases = self._bases if getattr(method.store(facts), "basis", "raw") == "klt" else None
+        built = self._bases is not None
+        scale = self.keys.scale if built else torch.ones(facts.kv_heads, facts.head_dim)
         if isinstance(method, Fathom):
-            variance = self.keys.variance if hasattr(self, "keys") else torch.ones(facts.kv_heads, facts.head_dim)
-            return WaterFilling([variance] * facts.layers, [method.code_bits(facts.head_dim)] * facts.layers)
+            return WaterFilling([scale.square()] * facts.layers, [method.code_bits(facts.head_dim)] * facts.layers, bases)
         if isinstance(method, DoubleSparsity):
-            count = channel_count(method.c, facts.head_dim, "double_sparsity: c")
-            scale = self.keys.scale if hasattr(self, "keys") else torch.ones(facts.kv_heads, facts.head_dim)
-            best = scale.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values.int()
+            best = _largest(scale, channel_count(method.c, facts.head_dim, "double_sparsity: c"))
             return FixedChannels([best] * facts.layers)
+        if isinstance(method, Loki):
+            energy = self._queries.energy() if built else torch.ones(facts.layers, *scale.shape)
+            count = channel_count(method.r, facts.head_dim, "loki: r")
+            return FixedChannels([_largest(scale.square() * layer, count) for layer in energy], bases)
         return fixed_scan(spec, facts)
+
+
+def _largest(importance: Tensor, count: int) -> Tensor:
+    """The channels ``[H, count]`` that matter most, ascending."""
+    return importance.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values.int()
+
+
+def _basis_notes(cache: TieredCache, vectors: str) -> dict[str, Any]:
+    """Fields of a record about the channels that are scanned.
+
+    Args:
+        vectors: What a basis is, where there is one.
+    """
+    turned = cache.layers[0].basis is not None
+    return {"scan_basis": "klt" if turned else "raw", "basis_of_keys": vectors if turned else None}
 
 
 class PrefixSource:
@@ -307,7 +328,8 @@ class PrefixSource:
                 cache.set_length(row, self.prefix.tokens)
 
     def notes(self, cache: TieredCache) -> dict[str, Any]:
-        return {"distinct_layers": self.facts.layers * cache.rows, "aliased_layers": 0, "host_pages": cache.arena.host_pages}
+        apart = {"distinct_layers": self.facts.layers * cache.rows, "aliased_layers": 0}
+        return {**apart, **_basis_notes(cache, "prefix"), "host_pages": cache.arena.host_pages}
 
     def close(self) -> None:
         """Give the host memory back."""

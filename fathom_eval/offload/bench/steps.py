@@ -74,8 +74,8 @@ class _Prepared:
     facts: dict[str, Any]
 
     def __post_init__(self) -> None:
-        gpu = self.steps[0].weights.device.type == "cuda"
-        self._streams = [torch.cuda.Stream() for _ in self.steps] if gpu and len(self.steps) > 1 else []
+        device = self.steps[0].weights.device
+        self._streams = [torch.cuda.Stream(device) for _ in self.steps] if device.type == "cuda" and len(self.steps) > 1 else []
 
     def run(self) -> None:
         """One token of every session."""
@@ -179,13 +179,21 @@ def _prepare(source: Source, variant: Variant, gatherer: RowGatherer | None, sta
 
 
 def _traffic(step: DecodeStep, check: StepCheck) -> dict[str, Any]:
-    """What the last step moved, of one of the steps that run side by side."""
+    """What the last step moved, of one of the steps that run side by side.
+
+    The GPU fetches the keys of what a step reranks and the values of what it attends to, the CPU both of every candidate. Without rerank
+    the two are the same rows.
+    """
     cache, weights = step.cache, step.weights
     row = cache.arena.shape.head_dim * cache.tail.element_size()
     sealed = cache.blocks.double().view(1, -1, 1) * 64
     bits, candidates, kept = step.scan.bits(), step.union_counts.double().sum().item(), check.kept_rows.sum().item()
+    parts = 0.0
+    for lane, attended in zip(cache.lanes, check.kept_rows.sum(0).tolist(), strict=True):
+        keys = step.union_counts[:, lane.rows, lane.heads].double().sum().item()
+        parts += keys + (keys if step.gathered(lane) else attended)
     scan_bytes = (bits.to(sealed.device) * sealed / 8).sum().item()
-    fetched = (candidates + kept) * row
+    fetched = parts * row
     return {
         "scan_bits": bits.mean().item(),
         "active_channels": step.scan.channels().mean().item(),

@@ -6,6 +6,9 @@ queries, as those of real models do. The query heads of a group share a part of 
 the part, the fewer distinct rows. It is the same part in every channel: a method that picks channels by the queries' size finds strong
 ones rather than those in which the heads happen to agree, and its rows are about as many as everybody's. A tilt of the projection towards
 the keys' strong channels sets how many channels the budget is spent on.
+
+The channels are independent of each other, so that they are a Karhunen–Loève basis themselves. A method that scans in such a basis finds
+the same store in the same pool, and its step does all that a basis takes: it turns each query by a dense matrix, here the identity.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fathom_eval.calibration import Basis
 from fathom_eval.errors import UserError
 from fathom_eval.offload.arena import Arena
 from fathom_eval.offload.cache import TieredCache, fill_segment
@@ -55,6 +59,16 @@ class SyntheticKeys:
     def variance(self) -> Tensor:
         """fp32 ``[H, D]``."""
         return self.scale.square()
+
+    @property
+    def basis(self) -> Basis:
+        """A Karhunen–Loève basis of the keys in the order of their channels, in memory of its own: the identity as a dense matrix.
+
+        Scans do not depend on the order of a basis, so that of the eigenvalues would read the same bits.
+        """
+        heads, head_dim = self.scale.shape
+        vectors = torch.eye(head_dim, device=self.scale.device).repeat(heads, 1, 1)
+        return Basis(torch.zeros_like(self.scale), vectors, self.variance)
 
     def fill(self, arena: Arena) -> None:
         """Fill all segments of the arena with random K/V."""
@@ -109,6 +123,10 @@ class SharedQueries:
         for layer, own, common, scale in zip(weights.layers, self._own, self._common, scales, strict=True):
             mixed = own.view(heads, group, head_dim, -1) * (1 - share) ** 0.5 + common * share**0.5
             layer.projections[: self._rows] = (mixed * scale).view(self._rows, -1)
+
+    def energy(self) -> Tensor:
+        """The mean of q² in every channel, up to a factor a head, fp32 ``[L, H, D]``."""
+        return (self._gains * self._keys.scale.pow(self.tilt)).square()
 
     def _fitting_tilt(self, share: float) -> float:
         low, high = -1.0, 1.0  # further down, the scales of keys and queries no longer cancel out

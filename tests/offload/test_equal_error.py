@@ -1,0 +1,154 @@
+"""Errors of a fidelity run beside times of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathom_eval.cli import main
+from fathom_eval.errors import UserError
+from fathom_eval.offload.bench.equal_error import equal_error, write_table
+from fathom_eval.run import Run
+
+
+def fidelity(method: str, label: str, bits: float, error: float, **options: object) -> dict[str, Any]:
+    cell = {"kind": "fidelity", "finish": "complete", "context": 8192, "k": 256, "head_dim": 64}
+    return {**cell, "method": method, "label": label, "options": options, "bits": bits, "error_dense": error}
+
+
+def step(method: str, label: str, bits: float, milliseconds: float, **changes: object) -> dict[str, Any]:
+    cell = {"kind": "step", "context": 2**20, "k": 512, "head_dim": 128, "model": "shape", "index": "host", "batch": 1, "sessions": 1}
+    times = {"rerank": 1.0, "void": False, "gpu_ms": milliseconds, "wall_ms": 2 * milliseconds}
+    return {**cell, **times, "method": method, "label": label, "scan_bits": bits, **changes}
+
+
+def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None:
+    errors = [
+        fidelity("double_sparsity", "double_sparsity c=D/4", 68, 0.2),
+        fidelity("fathom", "fathom budget=48", 28, 0.25),
+        fidelity("fathom", "fathom budget=48", 28, 0.13),  # two windows, whose mean is 0.19
+        fidelity("fathom", "fathom budget=64", 38, 0.1),
+        fidelity("fathom", "fathom budget=32 rerank=2", 19, 0.18, rerank=2.0),
+        fidelity("fathom", "fathom budget=24 basis=klt attend=union", 19, 0.05, basis="klt", attend="union"),
+        fidelity("fathom", "fathom budget=64 basis=klt", 38, 0.09, basis="klt"),
+        fidelity("sparq", "sparq r=D/8", 34, 0.21),
+        fidelity("landmark", "landmark size=8", 128, 0.01),
+    ]
+    steps = [
+        step("double_sparsity", "double_sparsity c=32", 136, 120),
+        step("double_sparsity", "double_sparsity c=32", 136, 110, lanes=2),
+        step("double_sparsity", "double_sparsity c=32", 136, 50, batch=2),
+        step("fathom", "fathom budget=48 basis=raw", 57, 55),
+        step("fathom", "fathom budget=64 basis=raw", 75, 70),
+        step("fathom", "fathom budget=32 rerank=2", 38, 44, rerank=2.0),
+        step("fathom", "fathom budget=32", 38, 40),
+        step("sparq", "sparq r=16", 68, 60),
+        step("landmark", "landmark size=8", 256, 10, void=True),
+    ]
+    rows = equal_error(errors, steps, "double_sparsity c=D/4")
+    assert [(row.step_label, row.step_ms, row.ratio) for row in rows] == [
+        ("double_sparsity c=32", 110, 1.0),
+        ("fathom budget=32 rerank=2", 44, 2.5),
+        ("fathom budget=64 basis=raw", 70, 110 / 70),
+    ]
+    assert [(row.windows, row.basis) for row in rows] == [(1, ""), (1, ""), (1, "klt")]
+    write_table(tmp_path / "table.csv", rows)
+    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,256,1,fathom,,fathom budget=32 rerank=2,0.18,")
+    joint = step("fathom", "fathom budget=32 attend=union", 38, 30, options={"attend": "union"})
+    assert equal_error(errors, [*steps, joint], "double_sparsity c=D/4")[2].step_label == "fathom budget=32 attend=union"
+    with pytest.raises(UserError, match="did you mean"):
+        equal_error(errors, steps, "double_sparsity c=D/3")
+    with pytest.raises(UserError, match="no step of the run"):
+        equal_error(errors, steps[3:], "double_sparsity c=D/4")
+
+
+KLT_ERRORS = [
+    fidelity("double_sparsity", "double_sparsity c=D/4", 68, 0.2),
+    fidelity("loki", "loki r=D/4", 68, 0.15),
+    fidelity("fathom", "fathom budget=48 basis=klt", 28, 0.18, basis="klt"),
+    fidelity("fathom", "fathom budget=64 basis=auto", 38, 0.1, budget=64),
+    fidelity("fathom", "fathom budget=48 basis=raw", 28, 0.19, basis="raw"),
+    fidelity("fathom", "fathom budget=24 basis=klt attend=union", 14, 0.14, basis="klt", attend="union"),
+]
+KLT_STEPS = [
+    step("double_sparsity", "double_sparsity c=32", 136, 110, round="a"),
+    step("loki", "loki r=D/4", 136, 115, round="a", scan_basis="klt"),
+    step("fathom", "fathom budget=48 basis=klt", 56, 56, round="a", scan_basis="klt", options={"basis": "klt"}),
+    step("fathom", "fathom budget=48 basis=raw", 56, 55, round="a", scan_basis="raw", options={"basis": "raw"}),
+]
+
+
+def test_a_step_of_the_same_basis_is_preferred(tmp_path: Path) -> None:
+    rows = equal_error(KLT_ERRORS, KLT_STEPS, "double_sparsity c=D/4")
+    assert [(row.method, row.basis, row.step_label, row.step_basis) for row in rows] == [
+        ("double_sparsity", "", "double_sparsity c=32", "raw"),
+        ("loki", "", "loki r=D/4", "klt"),
+        ("fathom", "klt", "fathom budget=48 basis=klt", "klt"),
+        ("fathom", "raw", "fathom budget=48 basis=raw", "raw"),
+    ]
+    assert all(row.same_round for row in rows)
+    # Only one in raw channels was timed: it stands for both; one in a basis stands for no raw one.
+    instead = {row.basis: row for row in equal_error(KLT_ERRORS, [*KLT_STEPS[:2], KLT_STEPS[3]], "double_sparsity c=D/4")}
+    assert (instead["klt"].step_label, instead["klt"].step_basis) == ("fathom budget=48 basis=raw", "raw")
+    assert "raw" not in {row.basis for row in equal_error(KLT_ERRORS, KLT_STEPS[:3], "double_sparsity c=D/4")}
+    # What ``auto`` was is not in the record: the step that does more stands for it.
+    both = [{**KLT_STEPS[at], "label": f"{at}", "scan_bits": 76.0} for at in (2, 3)]
+    (auto,) = (row for row in equal_error(KLT_ERRORS, [*KLT_STEPS[:2], *both], "double_sparsity c=D/4") if row.method == "fathom")
+    assert (auto.basis, auto.step_label, auto.step_basis) == ("", "2", "klt")
+    # Records from before the field.
+    old = [{name: value for name, value in one.items() if name != "scan_basis"} for one in KLT_STEPS]
+    assert equal_error(KLT_ERRORS, old, "double_sparsity c=D/4") == rows
+    write_table(tmp_path / "table.csv", rows)
+    assert (tmp_path / "table.csv").read_text().splitlines()[0].endswith("reference_ms,ratio,step_basis,same_round")
+
+
+def test_several_references_each_have_their_lines() -> None:
+    rows = equal_error(KLT_ERRORS, KLT_STEPS, ["loki r=D/4", "double_sparsity c=D/4", "loki r=D/4"])
+    assert [(row.reference, row.method) for row in rows] == [
+        ("loki r=D/4", "loki"),
+        *(("double_sparsity c=D/4", method) for method in ("double_sparsity", "loki", "fathom", "fathom")),
+    ]
+    assert rows[0].reference_ms == 115
+    joint = step("fathom", "fathom budget=24 basis=klt attend=union", 28, 40, round="a", options={"basis": "klt", "attend": "union"})
+    rows = equal_error(KLT_ERRORS, [*KLT_STEPS, joint], ["loki r=D/4", "double_sparsity c=D/4"])
+    assert [(row.label, row.ratio) for row in rows if row.basis == "klt"] == [
+        ("fathom budget=24 basis=klt attend=union", 115 / 40),
+        ("fathom budget=24 basis=klt attend=union", 110 / 40),
+    ]
+    with pytest.raises(UserError, match="no step of the run stands for 'loki r=D/4'"):
+        equal_error(KLT_ERRORS, [KLT_STEPS[0]], ["double_sparsity c=D/4", "loki r=D/4"])
+    with pytest.raises(UserError, match="the fidelity run has no 'loki r=D/8'"):
+        equal_error(KLT_ERRORS, KLT_STEPS, ["double_sparsity c=D/4", "loki r=D/8"])
+
+
+def test_times_of_one_round_are_compared_first() -> None:
+    def fathom(steps: list[dict[str, Any]]) -> tuple[float, float, bool]:
+        (row,) = (row for row in equal_error(KLT_ERRORS, steps, "double_sparsity c=D/4") if row.basis == "klt")
+        return row.step_ms, row.reference_ms, row.same_round
+
+    own, base = KLT_STEPS[2], KLT_STEPS[0]
+    faster = [{**own, "round": "b", "gpu_ms": 50.0}, {**base, "round": "c", "gpu_ms": 100.0}]
+    assert fathom([*faster, own, base]) == (56, 110, True)
+    assert fathom([faster[0], faster[1], base]) == (50, 100, False)
+    assert fathom([faster[0], own, base, {**base, "round": "b", "gpu_ms": 120.0}]) == (50, 120, True)
+    assert fathom([{**own, "round": None}, {**base, "round": None}]) == (56, 110, False)
+
+
+def test_the_command_takes_several_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, made in (("errors", KLT_ERRORS), ("steps", [{**one, "options": one.get("options", {})} for one in KLT_STEPS])):
+        with Run.open(tmp_path / name, identity={"made": name}, details={"kind": name}) as opened:
+            opened.append([{"task": "t", "sample": 0, "method_version": 1, **one} for one in made])
+    command = ["bench", "equal-error", "--errors", str(tmp_path / "errors"), "--output", str(tmp_path / "steps")]
+    for flags, references in (
+        ([], ["double_sparsity c=D/4"]),
+        (["--reference", "loki r=D/4, double_sparsity c=D/4"], ["loki r=D/4", "double_sparsity c=D/4"]),
+        (["--reference", "loki r=D/4", "--reference", "double_sparsity c=D/4"], ["loki r=D/4", "double_sparsity c=D/4"]),
+    ):
+        assert main([*command, *flags]) == 0
+        lines = (tmp_path / "steps/equal_error.csv").read_text().splitlines()[1:]
+        assert list(dict.fromkeys(line.split(",")[7] for line in lines)) == references
+    assert "another round" not in capsys.readouterr().out
+    assert main([*command, "--reference", " , "]) == 2
+    assert "--reference is empty" in capsys.readouterr().err
