@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
     add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined, or auto (default)")
     add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (auto: 1 when long)")
-    add("--rows", default="auto", metavar="BY,BY", help="who brings K/V rows: gpu, cpu, both, or auto (default)")
+    add("--rows", default="gpu", metavar="BY,BY", help="who brings K/V rows: gpu (default), cpu or both")
     add("--gather-threads", type=int, metavar="N", help="threads of the CPU that gather rows (default: half the cores, at most 8)")
     add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
     add("--index", default="host", metavar="host,hbm", help="where the scan index lies (default: host)")
@@ -138,7 +138,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.methods import parse_methods
     from fathom_eval.offload.bench.steps import Variant, with_rerank
     from fathom_eval.offload.cache import default_lanes
-    from fathom_eval.offload.gatherer import GATHERERS, check_gathered, default_rows
+    from fathom_eval.offload.gatherer import GATHERERS, check_gathered
 
     contexts = numbers(args.contexts, "--contexts")
     specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
@@ -148,8 +148,8 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     lanes = None if args.lanes == "auto" else numbers(args.lanes, "--lanes")
     rows = list(dict.fromkeys(words(args.rows, "--rows")))
     for word in rows:
-        if word not in ("auto", *GATHERERS):
-            raise UserError(f"--rows: no '{word}'; {did_you_mean(word, ('auto', *GATHERERS))}")
+        if word not in GATHERERS:
+            raise UserError(f"--rows: no '{word}'; {did_you_mean(word, GATHERERS)}")
     for flag, value in (("--last-lane", args.last_lane), ("--gather-threads", args.gather_threads)):
         if value is not None:
             at_least_one(value, flag)
@@ -169,7 +169,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         for batch in batches:
             auto, last = default_lanes(batch, facts.kv_heads, context, index)
             for count, parts, by, spec in itertools.product(sessions, lanes or [auto], rows, specs):
-                who = default_rows(by, shape, parts, context, index)
+                who = "gpu" if parts == 1 and by == "both" else by  # no rows come behind another lane's scan
                 heads = args.last_lane if lanes or args.last_lane else last
                 check_gathered(who, shape, parts)
                 _check_lanes(batch, facts.kv_heads, parts, heads)

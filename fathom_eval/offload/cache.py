@@ -74,14 +74,14 @@ def default_lanes(rows: int, heads: int, context: int, index: str) -> tuple[int,
     """Lanes of a step and KV heads of the last one, None for as many as the others have, where nobody says how many.
 
     Each lane's top-k, union and rows run behind the scan of the next, each adds launches, and what follows the last scan shows. On an H200
-    at 1M tokens with the index in host memory one session took the least time with three lanes, the last of one head
-    (``docs/runtime.md``). There, these; four even ones for several sessions; elsewhere, where the scan is short, two; one where the work
-    cannot be shared evenly.
+    at 512k and 1M tokens with the index in host memory one session took the least time with three lanes, the last of one head, and at 128k
+    four sessions with four (``docs/runtime.md``). There, these; four even ones for several sessions from 512k on; elsewhere two; one where
+    the work cannot be shared evenly.
     """
     long = index == "host" and context >= LONG_SCAN
     if long and rows == 1 and heads >= 3:
         return 3, 1
-    for count in (4, 2) if long else (2,):
+    for count in (4, 2) if long or rows >= 4 else (2,):
         if rows % count == 0 or (count % rows == 0 and heads % (count // rows) == 0):
             return count, None
     return 1, None

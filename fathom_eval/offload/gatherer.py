@@ -24,7 +24,6 @@ from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.handover import DONE, FAILED, FLAGS, LINE, REQUEST, TOTAL, Mailbox
 from fathom_eval.offload.arena import ROW_ALIGNMENT, SegmentShape, device_view
-from fathom_eval.offload.cache import LONG_SCAN
 
 GATHERERS = ("gpu", "cpu", "both")
 """Who brings the rows of a step: the GPU; the CPU; the CPU where a lane's rows come behind the scan of another, and else the GPU."""
@@ -34,9 +33,6 @@ NOBODY = -1
 
 RESTLESS, PAUSE = 200_000, 2e-4
 """Looks without a request after which the thread sleeps between looks, and for how many seconds."""
-
-ENOUGH_THREADS = 4
-"""Threads from which on gathering is worth while where nobody says who is to bring the rows."""
 
 HOSTS = ("x86_64", "AMD64")
 """Processors whose reads and writes of memory stay in order; elsewhere a flag could be seen before what it announces."""
@@ -238,22 +234,6 @@ def check_gathered(rows_by: str, shape: SegmentShape, lanes: int) -> None:
         raise UserError("with one lane no rows come behind another's scan: give --rows cpu, --rows gpu, or more lanes")
     if not gathers(shape):
         raise UserError(f"rows of {row_bytes(shape)} bytes are not gathered by the CPU, which takes powers of two: give --rows gpu")
-
-
-def default_rows(rows_by: str, shape: SegmentShape, lanes: int, context: int, index: str) -> str:
-    """Who brings the rows of a step: what was asked for, or what fits where that was ``auto`` or is not possible (``both`` of one lane).
-
-    ``auto`` is ``both`` where a GPU scans long enough over the link to hide what the CPU does, and the CPU has cores for it. A step that
-    reranks is no exception.
-    """
-    auto = rows_by == "auto"
-    if auto:
-        able = torch.cuda.is_available() and default_threads() >= ENOUGH_THREADS and platform.machine() in HOSTS
-        fits = able and index == "host" and context >= LONG_SCAN
-        rows_by = "both" if fits else "gpu"
-    if (rows_by == "both" and lanes == 1) or (auto and not gathers(shape)):
-        return "gpu"
-    return rows_by
 
 
 def row_bytes(shape: SegmentShape) -> int:

@@ -24,7 +24,7 @@ from fathom_eval.offload.arena import Arena, SegmentShape
 from fathom_eval.offload.bench.checks import StepCheck
 from fathom_eval.offload.bench.steps import _traffic
 from fathom_eval.offload.cache import lanes_of
-from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered, default_rows
+from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered
 from fathom_eval.offload.step import DecodeStep
 from tests.offload.made_steps import run_alike, steps_by
 
@@ -246,19 +246,7 @@ def test_what_cannot_be_gathered_is_refused(rows_by: str, changes: dict[str, flo
     check_gathered("gpu", shape, 1)
 
 
-def test_who_gathers_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = (2**20, "host")
-    assert default_rows("auto", SHAPE, 4, *long) == "gpu" or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "default_threads", lambda: 8)
-    assert default_rows("auto", SHAPE, 4, *long) == "both"
-    others = [(1, *long), (4, 2**17, "host"), (4, 2**20, "hbm")]
-    assert [default_rows("auto", SHAPE, *one) for one in others] == ["gpu"] * 3
-    assert default_rows("auto", SegmentShape(2, 96, 2, torch.float32, ()), 4, *long) == "gpu"
-    assert default_rows("both", SHAPE, 1, *long) == "gpu"
-    assert default_rows("cpu", SHAPE, 1, 2**12, "hbm") == "cpu"
-    monkeypatch.setattr(module, "default_threads", lambda: 2)
-    assert default_rows("auto", SHAPE, 4, *long) == "gpu"
+def test_somebody_must_gather() -> None:
     with pytest.raises(UserError, match="at least one thread"):
         RowGatherer(CPU, 0)
 
