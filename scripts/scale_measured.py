@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.scale import SHAPES
 from scripts.scale_records import operations
-from scripts.scale_tables import gib, seconds_text, table, wrapped
+from scripts.scale_tables import gib, seconds_text, span, table, wrapped
 
-POWERS = {"prefill": (1, 2), "stores": (0, 1), "step": (0, 1)}
-"""Of the length, of which the cost of each part is a sum."""
+Points = Sequence[tuple[int, float]]
+"""Lengths, and the seconds that something took there."""
+APART = 0.2
+"""As a share of the fit: a time further away from it is marked."""
 SEEN = """\
 ## What was measured
 
-Random weights in the shapes of these models, bfloat16, on one {device}, torch {torch}: `reports/published/scale-h200/measured.jsonl`. A \
-prefill, and {branches} methods decoding together at k = {k:,}; the first step less the others is the time of the stores.
+Random weights in the shapes of these models, bfloat16, on one {device} each, torch {torch}: \
+`reports/published/scale-h200/measured.jsonl`. At each length one prefill, then {branches} methods decoding together at k = {k:,}: *one \
+step* is the median of the steps after the first, and the first less that is the time of the stores. Nothing was repeated, so a spread is \
+not known.
 
 {rows}
 
-- **Extrapolation.** Fitted to all lengths but a model's longest, the prefill of that would have been foretold within {prefill:.0%} and a \
-step within {step:.0%}.
-- **Memory** at most at once was {low:.2f} to {high:.2f} times what weights and estimate say together.
-- No session of more than {longest:,} tokens and no model on several GPUs was timed."""
+- **Extrapolation.** {further}Fitted to all lengths but a model's longest, the prefill of that would have been foretold within \
+{prefill} and a step within {step}; {sums}.
+- **Fits.** a·n + b·n² by least squares for prefills. For stores and steps a line by repeated medians (Siegel), which one point of four \
+that is off hardly moves. All points are in them.
+{marked}- **Memory** at most at once was {low:.2f} to {high:.2f} times what weights and estimate say together{over}.
+- No session of more than {longest:,} tokens and no model on several GPUs was timed; a copy on several is counted as no slower than one \
+GPU with their memory would be."""
+MARKED = """\
+- **†** is more than {apart} from its fit: {listed}. A first step also compiles kernels that no step before it needed: where \
+it takes seconds longer than at a greater length, that is what was timed, not stores; no time in the tables above this one has it.{step}
+"""
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,11 @@ class Cost:
     """Most tokens measured; 0 where nothing was."""
 
 
-def fit(points: Sequence[tuple[int, float]], powers: Sequence[int]) -> Callable[[int], float]:
-    """The sum of c·n^p over ``powers`` with c ≥ 0 that is nearest to the points, errors relative to each point."""
+def square(points: Points) -> Callable[[int], float]:
+    """The curve a·n + b·n² with a, b ≥ 0 that is nearest to the points, errors relative to each point."""
     import numpy
 
-    kept = list(powers)
+    kept = [1, 2]
     while True:
         matrix = numpy.array([[(n**power) / seconds for power in kept] for n, seconds in points])
         found = numpy.linalg.lstsq(matrix, numpy.ones(len(points)), rcond=None)[0]
@@ -51,60 +63,121 @@ def fit(points: Sequence[tuple[int, float]], powers: Sequence[int]) -> Callable[
         kept.pop(int(found.argmin()))
 
 
+def straight(points: Points) -> Callable[[int], float]:
+    """The line c + d·n with c, d ≥ 0 by repeated medians (Siegel 1982): one point of four that is off moves it little, whichever it is."""
+    slopes = (statistics.median((seconds - own) / (n - m) for n, seconds in points if n != m) for m, own in points)
+    slope = max(statistics.median(slopes), 0.0)
+    height = statistics.median(seconds - slope * n for n, seconds in points)
+    if height < 0:
+        height, slope = 0.0, statistics.median(seconds / n for n, seconds in points)
+    return lambda n: height + slope * n
+
+
+FITS: dict[str, Callable[[Points], Callable[[int], float]]] = {"prefill": square, "stores": straight, "step": straight}
+
+
 def points_of(lines: Sequence[dict[str, Any]], name: str) -> dict[str, list[tuple[int, float]]]:
     """Seconds by length of each part of a model's sessions."""
     own = [line for line in lines if line.get("model") == name]
-    return {kind: [(line["tokens"], max(line["seconds"], 1e-6)) for line in own if line["kind"] == kind] for kind in POWERS}
+    return {kind: [(line["tokens"], max(line["seconds"], 1e-6)) for line in own if line["kind"] == kind] for kind in FITS}
 
 
-def measured_costs(lines: Sequence[dict[str, Any]]) -> dict[str, Cost]:
-    """A cost of every model that was measured at two lengths or more."""
+def measured_costs(lines: Sequence[dict[str, Any]], without_longest: int = 0) -> dict[str, Cost]:
+    """A cost of every model that was measured at two lengths or more.
+
+    Args:
+        without_longest: How many of a model's longest to leave out for its prefill and steps. Stores keep theirs: with one point less, one
+            that is off would rule them.
+    """
     found = {}
     for name in SHAPES:
-        points = points_of(lines, name)
+        points = {kind: sorted(own) for kind, own in points_of(lines, name).items()}
+        for kind in ("prefill", "step"):
+            points[kind] = points[kind][: len(points[kind]) - without_longest]
         if len(points["prefill"]) > 1:
-            fitted = {kind: fit(points[kind], powers) for kind, powers in POWERS.items()}
+            fitted = {kind: fit(points[kind]) for kind, fit in FITS.items()}
             found[name] = Cost(**fitted, longest=max(tokens for tokens, _ in points["prefill"]))
     return found
 
 
-def foretold(points: Sequence[tuple[int, float]], powers: Sequence[int]) -> float:
+def foretold(points: Points, fit: Callable[[Points], Callable[[int], float]]) -> float:
     """How far the fit to all lengths but the longest is from what was measured there, as a share of it."""
     *others, (tokens, seconds) = sorted(points)
-    return abs(fit(others, powers)(tokens) / seconds - 1)
+    return abs(fit(others)(tokens) / seconds - 1)
 
 
-def seen(lines: Sequence[dict[str, Any]]) -> str:
-    """What was measured, as a section; ``lines`` hold a model with three lengths or more."""
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def seen(lines: Sequence[dict[str, Any]], tokens_of_run: int, sums: str) -> str:
+    """What was measured, as a section; ``lines`` hold a model with three lengths or more.
+
+    Args:
+        tokens_of_run: Of the sessions that the measurements are extrapolated to.
+        sums: What the whole run takes by fits without the longest lengths, in words.
+    """
     device = next(line for line in lines if line["kind"] == "device")
     shapes = {line["model"]: line for line in lines if line["kind"] == "model"}
-    rows, shares, off, longest = [], [], dict.fromkeys(POWERS, 0.0), 0
+    rows, shares, off, longest = [], [], dict.fromkeys(FITS, 0.0), 0
+    marked: dict[str, list[str]] = {kind: [] for kind in FITS}
     for name, shape in shapes.items():
         points = points_of(lines, name)
         memory = {line["tokens"]: line for line in lines if line["kind"] == "memory" and line["model"] == name}
-        for kind, powers in POWERS.items():
+        fitted = {kind: fit(points[kind]) for kind, fit in FITS.items()}
+        for kind, fit in FITS.items():
             if len(points[kind]) > 2:
-                off[kind] = max(off[kind], foretold(points[kind], powers))
-        for (tokens, prefill), (_, stores), (_, step) in zip(*points.values(), strict=True):
-            held = memory[tokens]
+                off[kind] = max(off[kind], foretold(points[kind], fit))
+        for tokens, held in memory.items():
+            cells = {}
+            for kind, own in points.items():
+                seconds, expected = dict(own)[tokens], fitted[kind](tokens)
+                cells[kind] = seconds_text(seconds)
+                if abs(seconds - expected) > APART * expected:
+                    cells[kind] += " †"
+                    times = f"{seconds_text(seconds)} by the clock and {seconds_text(expected)} by the fit"
+                    marked[kind].append(f"{kind.replace('step', 'a step')} of {name} at {tokens:,} tokens, {times}")
             together = held["weights_bytes"] + held["estimated_bytes"]
-            rate = operations(shape["layers"], shape["query_heads"], shape["head_dim"], shape["parameters"], tokens) / prefill
+            rate = operations(shape["layers"], shape["query_heads"], shape["head_dim"], shape["parameters"], tokens)
+            rate /= dict(points["prefill"])[tokens]
             sizes = (held["prefix_bytes"] + held["store_bytes"], held["peak_bytes"] or 0, together)
-            times = (seconds_text(prefill), f"{rate / 1e12:.0f}", seconds_text(stores), seconds_text(step))
-            rows.append([name, f"{tokens:,}", *times, *map(gib, sizes)])
+            rows.append([name, f"{tokens:,}", cells["prefill"], f"{rate / 1e12:.0f}", cells["stores"], cells["step"], *map(gib, sizes)])
             shares.append((held["peak_bytes"] or 0) / together)
             longest = max(longest, tokens)
     head = ["model", "tokens", "prefill", "TFLOP/s", "stores", "one step", "prefix and stores, GiB", "at most at once", "estimated"]
+    listed = [one for own in marked.values() for one in own]
+    slow = " What made a step differ is not recorded." if marked["step"] else ""
     filled = SEEN.format(
         device=device["name"],
         torch=device["torch"],
         branches=len(device["methods"]),
         k=device["k"],
         rows=table(head, rows),
-        prefill=off["prefill"],
-        step=off["step"],
+        further=f"The run's sessions are {tokens_of_run / longest:.3g} times as long as the longest measured. " if longest else "",
+        sums=sums,
+        marked=MARKED.format(apart=_percent(APART), listed="; ".join(listed), step=slow) if listed else "",
+        **{kind: _percent(share) for kind, share in off.items()},
         low=min(shares),
         high=max(shares),
+        over="" if max(shares) > 1 else ": never more",
         longest=longest,
     )
     return "\n".join(line if line.startswith("|") else wrapped(line) for line in filled.splitlines())
+
+
+def against(lines: Sequence[dict[str, Any]], counted: dict[str, Cost]) -> str:
+    """What ``counted``, extrapolated from another model, would have said of the longest length measured of each model."""
+    shares: dict[str, list[float]] = {"prefill": [], "step": []}
+    longest = set()
+    for name, cost in counted.items():
+        points = points_of(lines, name)
+        if not points["prefill"]:
+            continue
+        longest.add(max(tokens for tokens, _ in points["prefill"]))
+        for kind, found in shares.items():
+            tokens, seconds = max(points[kind])
+            found.append(getattr(cost, kind)(tokens) / seconds)
+    return (
+        f"as long as measured above takes {span(shares['prefill'])} times the prefill and {span(shares['step'])} times the step"
+        f" ({span(longest, '{:,}')} tokens)"
+    )

@@ -28,8 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.scale import SHAPES, TWENTY
 from scripts import scale_measured
 from scripts.scale_measured import Cost, measured_costs
-from scripts.scale_records import SMALL, LockStep, Session, operations, prefill_rate, read_lock_step, read_sessions, step_factor
-from scripts.scale_tables import GIB, HOUR, gib, seconds_text, table, wrapped
+from scripts.scale_records import Rates, extrapolation, operations, prefill_rate, read_lock_step, read_sessions, small_runs, step_factor
+from scripts.scale_tables import GIB, HOUR, gib, seconds_text, span, table, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "reports" / "published" / "scale-h200" / "measured.jsonl"
@@ -45,11 +45,13 @@ MEMORY = """\
 ## Memory of one session
 
 GiB, estimated as `fathom-eval sessions` does before each prefill (`fathom_eval/memory.py`). A copy of the model takes as many GPUs as its
-session needs, 5 % of each left free; its layers then lie on several GPUs, which work one after another."""
+session needs, 5 % of each left free; its layers then lie on several GPUs, which work one after another, so that a session takes GPU time of
+all of them."""
 TIME = """\
 ## Time of one session
 
-`separate` is what the same methods would take with a prefill each. GPU time is seconds times the GPUs of a copy, over all sessions."""
+`separate` is what the same methods would take with a prefill each, their steps counted as no dearer alone. GPU time is seconds times the
+GPUs of a copy, over all sessions."""
 GROWTH = """\
 - **Faster than the context:** the prefill. Its attention grows with the square; it is paid once a session, whatever the number of methods.
 - **With the context:** prefix, stores, the time to build them, and what a decode step scans.
@@ -66,29 +68,6 @@ next ones; a node that leaves costs the sessions in flight on it. `--device cuda
 can also take shorter sessions, or some methods first and others later, at the price of another prefill."""
 
 
-SEEN = """\
-## What was measured
-
-{model} in bfloat16 on one {device}: five sessions of up to 256 new tokens a branch, \
-`reports/published/scale-h200/sessions.jsonl.gz`,
-
-{sessions}
-
-and a lock-step decode at {tokens} tokens of a model of that shape with random weights, `reports/published/scale-h200/lock-step.json`: \
-{alone} a step for dense attention alone, {together} for {branches} branches, of which the GPU computes {gpu}. The rest is the host, \
-which launches {launches} times a layer for {kernels} kernels, since scans are replayed as CUDA graphs.
-
-- **Memory** is predicted: prefix and stores were within {off} of the estimate.
-- **The prefill** ran at {prefill} (median of the sessions, all that a prefill does included; the first one compiles). The tables take \
-this rate for larger models too, whose matrices use a GPU better: likely too slow.
-- **A step** took {factor} times as long on the GPU as what it must read at least once takes at {copying}, the copy rate of \
-`reports/published/kernels-h200`; and {host} of the host a layer. The tables take the larger of the two, with the factor of a model with \
-{heads} KV heads of {channels} channels and {branches} branches for models with 8 of 128 and 20 branches: this is an extrapolation.
-- **Stores** are counted, not measured: what is read and written of them once, at the copy rate.
-- No session of more than {longest} tokens, no model above 0.5 B and no model spread over several GPUs was timed here; what one spread \
-over two gave is in `reports/published/several-gpus`."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is to be run, and on what."""
@@ -99,23 +78,6 @@ class Plan:
     k: int
     gpus: int
     gpu_bytes: int
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What turns operations and bytes into seconds.
-
-    Attributes:
-        operations_a_second: Of a prefill.
-        bytes_a_second: Of the GPU's memory.
-        step_factor: GPU time of a step by the time of what it must read at least once.
-        host_a_layer: Seconds of the host for a layer of a step.
-    """
-
-    operations_a_second: float
-    bytes_a_second: float
-    step_factor: float = 1.0
-    host_a_layer: float = 0.0
 
 
 def parameters_of(shape: dict[str, Any]) -> int:
@@ -154,7 +116,7 @@ def counted_cost(name: str, branches: Sequence[Branch], rates: Rates) -> Cost:
 
     def step(tokens: int) -> float:
         reading = (2 * weights + memory(tokens).prefix + memory(tokens).stores) / rates.bytes_a_second
-        return max(reading * rates.step_factor, shape["layers"] * rates.host_a_layer)
+        return float(max(reading * rates.step_factor, shape["layers"] * rates.host_a_layer))
 
     return Cost(
         lambda tokens: operations(shape["layers"], QUERY_HEADS, HEAD_DIM, weights, tokens) / rates.operations_a_second,
@@ -162,43 +124,6 @@ def counted_cost(name: str, branches: Sequence[Branch], rates: Rates) -> Cost:
         step,
         0,
     )
-
-
-def seen(sessions: Sequence[Session], step: LockStep, rates: Rates) -> str:
-    """What was measured, and what is made of it."""
-    rows = [
-        [
-            f"{one.tokens:,}",
-            one.branches,
-            seconds_text(one.prefill),
-            seconds_text(one.decoding),
-            *(gib(size) for size in (one.estimated, one.held, one.peak)),
-        ]
-        for one in sessions
-    ]
-    off = max(abs(one.held / one.estimated - 1) for one in sessions)
-    head = ["tokens", "branches", "prefill", "decoding and stores", "prefix and stores estimated, GiB", "measured", "at most at once"]
-    filled = SEEN.format(
-        model=SMALL.name,
-        heads=SMALL.kv_heads,
-        channels=SMALL.head_dim,
-        device=step.device,
-        sessions=table(head, rows),
-        tokens=f"{step.tokens:,}",
-        alone=f"{1e3 * step.dense_wall:.1f} ms",
-        together=f"{1e3 * step.wall:.1f} ms",
-        gpu=f"{1e3 * step.gpu:.1f} ms",
-        branches=len(step.branches),
-        launches=f"{step.launches_a_layer:.0f}",
-        kernels=f"{step.kernels_a_layer:.0f}",
-        off=f"{100 * off:.4f} %",
-        prefill=f"{rates.operations_a_second / 1e12:.0f} TFLOP/s",
-        factor=f"{rates.step_factor:.1f}",
-        copying=f"{rates.bytes_a_second / 1e12:.2f} TB/s",
-        host=f"{1e3 * rates.host_a_layer:.1f} ms",
-        longest=f"{max(one.tokens for one in sessions):,}",
-    )
-    return "\n".join(line if line.startswith("|") else wrapped(line) for line in filled.splitlines())
 
 
 def gpus_a_copy(name: str, plan: Plan, branches: Sequence[Branch]) -> int:
@@ -216,7 +141,7 @@ def gpu_hours(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch]) ->
     return hours
 
 
-def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source: str, evidence: str | None) -> str:
+def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source: str, evidence: str) -> str:
     """The document."""
     count = len(branches)
     memory_rows, time_rows, growth_rows, copies_of = [], [], [], {}
@@ -249,10 +174,7 @@ def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source:
                     gib(held.stores),
                 ]
             )
-    groups = ", ".join(f"{name} {plan.gpus // copies or 1} of {copies} GPUs" for name, copies in copies_of.items())
-    longest = max((cost.longest for cost in costs.values()), default=0)
-    if longest:
-        source += f" Beyond {longest:,} tokens they are extrapolated by the fits a·n + b·n² (prefill) and c + d·n (stores, steps)."
+    groups = ", ".join(f"{name} {plan.gpus // copies or 1} copies of {copies}" for name, copies in copies_of.items())
     run = (
         f"The run: {plan.sessions} sessions of {plan.tokens:,} tokens, {count} methods at k = {plan.k:,}, {plan.new_tokens} new tokens\n"
         f"each, {len(costs)} models in bfloat16, {plan.gpus} GPUs of {gib(plan.gpu_bytes)} GiB."
@@ -268,13 +190,13 @@ def text(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch], source:
         total,
         MEMORY,
         table(memory_head, memory_rows),
-        f"Copies that work side by side: {groups}.",
+        f"Side by side on {plan.gpus} GPUs: {groups}.",
         TIME,
         table(time_head, time_rows),
         "## What grows how",
         table(growth_head, growth_rows),
         GROWTH,
-        *([] if evidence is None else [evidence]),
+        evidence,
     )
     return "\n\n".join(parts_of_text) + "\n"
 
@@ -295,23 +217,34 @@ def main() -> int:
     k = 2048
     branches = [Branch(spec, None if spec.method.name == "dense" else k) for spec in specs]
     gpu_bytes = int(args.gpu_gib * GIB)
-    costs: dict[str, Cost] = {}
-    evidence = None
+    kernels = [json.loads(line) for line in KERNELS.read_text(encoding="utf-8").splitlines()]
+    rate = next(line for line in kernels if line["kind"] == "rate" and "HBM" in line["name"])["gbytes_per_s"] * 1e9
+    sessions, step = read_sessions(), read_lock_step()
+    rates = Rates(prefill_rate(sessions), rate, step_factor(step, rate), step.wall_a_layer)
+    counted = {name: counted_cost(name, branches, rates) for name in SHAPES}
+    lines: list[dict[str, Any]] = []
     if args.measured.exists():
         lines = [json.loads(line) for line in args.measured.read_text(encoding="utf-8").splitlines()]
+    costs = measured_costs(lines)
+    if costs:
         device = next(line for line in lines if line["kind"] == "device")
-        costs, gpu_bytes = measured_costs(lines), device["memory_bytes"] or gpu_bytes
-        source = f"Times come from `{args.measured.name}` of `benchmarks/scale.py` on one {device['name']}, torch {device['torch']}."
-        evidence = scale_measured.seen(lines)
-    plan = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, gpu_bytes)
-    if not costs:
-        kernels = [json.loads(line) for line in KERNELS.read_text(encoding="utf-8").splitlines()]
-        rate = next(line for line in kernels if line["kind"] == "rate" and "HBM" in line["name"])["gbytes_per_s"] * 1e9
-        sessions, step = read_sessions(), read_lock_step()
-        rates = Rates(prefill_rate(sessions), rate, step_factor(step, rate), step.wall_a_layer)
-        costs = {name: counted_cost(name, branches, rates) for name in SHAPES}
+        plan = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, device["memory_bytes"] or gpu_bytes)
+        longest = span((cost.longest for cost in costs.values()), "{:,}")
+        source = (
+            f"Times come from `{args.measured.name}` of `benchmarks/scale.py` on one {device['name']}, torch {device['torch']}. "
+            "Those of the tables before *What was measured* are values of fits to it, a·n + b·n² for a prefill and c + d·n for stores and "
+            "steps; "
+            f"**beyond {longest} tokens they are extrapolated** by these."
+        )
+        shorter = measured_costs(lines, without_longest=1)
+        sums = f"with prefills and steps by those fits the run would take {gpu_hours(plan, shorter, branches):,.0f} GPU hours"
+        evidence = (
+            scale_measured.seen(lines, plan.tokens, sums) + "\n\n" + small_runs(sessions, step, scale_measured.against(lines, counted))
+        )
+    else:
+        plan, costs = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, gpu_bytes), counted
         least = {name: counted_cost(name, branches, Rates(args.tflops * 1e12, rate)) for name in SHAPES}
-        evidence = seen(sessions, step, rates)
+        evidence = small_runs(sessions, step) + "\n" + extrapolation(sessions, step, rates)
         lengths = sorted(one.tokens for one in sessions)
         source = (
             f"**Times are extrapolated** from measurements of a small model at {lengths[0]:,} to {lengths[-1]:,} tokens (below) to these "

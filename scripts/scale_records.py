@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fathom_eval.branches import Branch
 from fathom_eval.memory import MemoryEstimate, estimate_memory
 from fathom_eval.methods import parse_methods
 from fathom_eval.models import ModelFacts
+from scripts.scale_tables import gib, seconds_text, table, wrapped
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "reports" / "published"
 SESSIONS = PUBLISHED / "scale-h200" / "sessions.jsonl.gz"
@@ -20,6 +22,49 @@ LOCK_STEP = PUBLISHED / "scale-h200" / "lock-step.json"
 SMALL = ModelFacts("Qwen2.5-Coder-0.5B", "qwen2", 24, 14, 2, 64, False, 131072, (), "bfloat16", "cuda:0", "", "")
 SMALL_PARAMETERS = 494_032_768
 """Of the model of these runs, the embedding, which is also its output, counted once."""
+
+RUNS = """\
+## Measured with a small model
+
+{model} in bfloat16 on one {device}: five sessions of up to 256 new tokens a branch, \
+`reports/published/scale-h200/sessions.jsonl.gz`,
+
+{sessions}
+
+and a lock-step decode at {tokens} tokens of a model of that shape with random weights, `reports/published/scale-h200/lock-step.json`: \
+{alone} a step for dense attention alone, {together} for {branches} branches, of which the GPU computes {gpu}. The rest is the host, \
+which launches {launches} times a layer for {kernels} kernels, since scans are replayed as CUDA graphs. \
+[Sessions](sessions.md#how-long-a-session-takes) has one from end to end.
+
+- **Memory** is predicted: prefix and stores were within {off} of the estimate."""
+AGAINST = """\
+- **No forecast for larger models:** a session extrapolated from these runs, by what it computes and reads, {against}. A step there does \
+many times what it must read once, and no profile of it is published that would say why."""
+EXTRAPOLATION = """\
+- **The prefill** ran at {prefill} (median of the sessions, all that a prefill does included; the first one compiles). The tables take \
+this rate for larger models too, whose matrices use a GPU better: likely too slow.
+- **A step** took {factor} times as long on the GPU as what it must read at least once takes at {copying}, the copy rate of \
+`reports/published/kernels-h200`; and {host} of the host a layer. The tables take the larger of the two, with the factor of a model with \
+{heads} KV heads of {channels} channels and {branches} branches for models with 8 of 128 and 20 branches: this is an extrapolation.
+- **Stores** are counted, not measured: what is read and written of them once, at the copy rate.
+- No session of more than {longest} tokens, no model above 0.5 B and no model spread over several GPUs was timed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns operations and bytes into seconds.
+
+    Attributes:
+        operations_a_second: Of a prefill.
+        bytes_a_second: Of the GPU's memory.
+        step_factor: GPU time of a step by the time of what it must read at least once.
+        host_a_layer: Seconds of the host for a layer of a step.
+    """
+
+    operations_a_second: float
+    bytes_a_second: float
+    step_factor: float = 1.0
+    host_a_layer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,3 +151,47 @@ def step_factor(step: LockStep, bytes_a_second: float) -> float:
     """GPU time of the lock-step run by the time in which what it must read at least once could be read."""
     held: MemoryEstimate = estimate_memory(SMALL, step.branches, step.tokens, 1, len(step.branches))
     return step.gpu * bytes_a_second / (2 * SMALL_PARAMETERS + held.prefix + held.stores)
+
+
+def _filled(text: str, **values: object) -> str:
+    """With its values, and wrapped but for tables."""
+    return "\n".join(line if line.startswith("|") else wrapped(line) for line in text.format(**values).splitlines())
+
+
+def small_runs(sessions: Sequence[Session], step: LockStep, against: str | None = None) -> str:
+    """What was measured with the small model, as a section; ``against`` says what that would have foretold of larger ones."""
+    head = ["tokens", "branches", "prefill", "decoding and stores", "prefix and stores estimated, GiB", "measured", "at most at once"]
+    rows = []
+    for one in sessions:
+        sizes = map(gib, (one.estimated, one.held, one.peak))
+        rows.append([f"{one.tokens:,}", one.branches, seconds_text(one.prefill), seconds_text(one.decoding), *sizes])
+    runs = _filled(
+        RUNS,
+        model=SMALL.name,
+        device=step.device,
+        sessions=table(head, rows),
+        tokens=f"{step.tokens:,}",
+        alone=f"{1e3 * step.dense_wall:.1f} ms",
+        together=f"{1e3 * step.wall:.1f} ms",
+        gpu=f"{1e3 * step.gpu:.1f} ms",
+        branches=len(step.branches),
+        launches=f"{step.launches_a_layer:.0f}",
+        kernels=f"{step.kernels_a_layer:.0f}",
+        off=f"{100 * max(abs(one.held / one.estimated - 1) for one in sessions):.4f} %",
+    )
+    return runs if against is None else f"{runs}\n{_filled(AGAINST, against=against)}"
+
+
+def extrapolation(sessions: Sequence[Session], step: LockStep, rates: Rates) -> str:
+    """How the measurements with the small model become costs of larger ones, as points of a list."""
+    return _filled(
+        EXTRAPOLATION,
+        prefill=f"{rates.operations_a_second / 1e12:.0f} TFLOP/s",
+        factor=f"{rates.step_factor:.1f}",
+        copying=f"{rates.bytes_a_second / 1e12:.2f} TB/s",
+        host=f"{1e3 * rates.host_a_layer:.1f} ms",
+        heads=SMALL.kv_heads,
+        channels=SMALL.head_dim,
+        branches=len(step.branches),
+        longest=f"{max(one.tokens for one in sessions):,}",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 GIB, HOUR = 2**30, 3600
 
@@ -22,6 +22,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def gib(size: float) -> str:
     """Bytes as GiB."""
     return f"{size / GIB:,.1f}"
+
+
+def span(values: Iterable[float], form: str = "{:.2g}") -> str:
+    """The least and the most of them, or the one that they all are."""
+    found = sorted(values)
+    low, high = form.format(found[0]), form.format(found[-1])
+    return low if low == high else f"{low} to {high}"
 
 
 def seconds_text(value: float) -> str:

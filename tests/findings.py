@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -304,3 +305,75 @@ def depth_tables_words() -> str:
         f"In the KLT basis, over {len(measured)} budgets at k = 128, they give × {min(dense):.2f} to {max(dense):.2f} to dense and "
         f"× {min(exact):.2f} to {max(exact):.2f} to exact top-k"
     )
+
+
+AGENT_SESSION, LOCK_STEP = (PUBLISHED / "scale-h200" / name for name in ("agent-session.json", "lock-step.json"))
+PARTS = {
+    "whole session, s": ("seconds", 1),
+    "its prefill": ("prefill_seconds", 1),
+    "its stores": ("stores_seconds", 1),
+    "its steps, in lock-step": ("decode_seconds", 1),
+    "its noise floor": ("noise_floor_seconds", 1),
+    "whole session without the noise floor, s": ("without_noise_floor_seconds", 1),
+    "a step in lock-step, ms": ("lockstep_ms_a_step", 1),
+    "a step of dense attention alone, ms": ("dense_ms_a_step", 1),
+    "ratio of the two": ("ratio", 2),
+    "most GPU memory at once, GiB": ("peak_gpu_gib", 1),
+}
+
+
+def timed_session() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(AGENT_SESSION.read_text(encoding="utf-8"))
+    return found
+
+
+def of_turns(name: str, digits: int, first: int = 0) -> str:
+    """The least and the most of all turns from one on."""
+    values = [turn[name] for turn in timed_session()["turns"][first:]]
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def session_times() -> list[str]:
+    """What a session took: the first turn, and median, least and most of those after it."""
+    lines = ["| | first turn | median of the four after it | least to most of these |", "| --- | ---: | ---: | ---: |"]
+    turns = timed_session()["turns"]
+    for title, (name, digits) in PARTS.items():
+        median = statistics.median(turn[name] for turn in turns[1:])
+        lines.append(f"| {title} | {turns[0][name]:.{digits}f} | {median:.{digits}f} | {of_turns(name, digits, 1)} |")
+    return lines
+
+
+def session_time_words() -> dict[str, str]:
+    found, step = timed_session(), json.loads(LOCK_STEP.read_text(encoding="utf-8"))
+    branches, profile = found["branches"], step["profile"]
+    return {
+        "setting": (
+            f"One session of {found['prompt_tokens']:,} tokens of the model and the conversations above, bfloat16, {branches} methods at "
+            f"k = {found['k'][0]}, {found['new_tokens']} new tokens each, five times in one process on one {found['device']} (torch 2.11; "
+            "`benchmarks/agent_session.py`, [recorded](../reports/published/scale-h200))."
+        ),
+        "before": (
+            f"Loading the model took {found['loading_seconds']:.1f} s and assembling the session {found['assembling_seconds']:.1f} s "
+            "before, once for a run; the report comes after it."
+        ),
+        "aims": (
+            f"The aims were under 60 s and a ratio of at most 4. Every turn is within both: {of_turns('seconds', 1)} s, and a step of "
+            f"{branches} methods takes {of_turns('ratio', 1)} times as long as one of dense attention alone."
+        ),
+        "floor": (
+            f"The noise floor is dense attention and exact top-k once more, each decoded alone: {of_turns('noise_floor_seconds', 1)} s, "
+            f"more than the steps of the {branches} methods together, {of_turns('decode_seconds', 1)} s. Without it a later turn takes "
+            f"{of_turns('without_noise_floor_seconds', 1, 1)} s."
+        ),
+        "host": (
+            f"The host. In the [profile](../reports/published/scale-h200/lock-step.json) of a lock-step with the same methods at "
+            f"{step['context']:,} tokens, random weights of that shape, the GPU computes {profile['branches']['gpu_ms_a_step']:.1f} of "
+            f"{step['branches_ms_a_step']['median']:.1f} ms a step, and {profile['dense']['gpu_ms_a_step']:.1f} of "
+            f"{step['dense_ms_a_step']['median']:.1f} ms for dense attention alone; in the rest it waits for launches, "
+            f"{profile['branches']['launches_a_layer']:.0f} a layer and {profile['dense']['launches_a_layer']:.0f}."
+        ),
+        "not profiled": (
+            f"The session itself, whose steps took {of_turns('lockstep_ms_a_step', 1)} ms, was not profiled, and five turns on one machine "
+            "say nothing of another host."
+        ),
+    }

@@ -43,11 +43,14 @@ from tests.findings import (
     ruler_score,
     separated,
     session_difference,
+    session_time_words,
+    session_times,
     shown_table,
     signed,
     small_at_equal_bytes,
     small_helps,
     table_seven,
+    timed_session,
 )
 
 FIDELITY, AGENT_SESSIONS, TASKS = (ROOT / "docs" / name for name in ("fidelity.md", "sessions.md", "ruler.md"))
@@ -242,6 +245,7 @@ def sessions_phrases() -> dict[str, str]:
             f"with transcripts and {paper['Fathom 48, session-calibrated']} with the session for Fathom 48; "
             f"{paper['Double Sparsity c=32']} and {paper['Double Sparsity c=32, agent-calibrated']} for Double Sparsity."
         ),
+        **session_time_words(),
     }
 
 
@@ -292,7 +296,7 @@ def fidelity_tables() -> list[str]:
 
 
 def sessions_tables() -> list[str]:
-    return [*shown_table(SESSIONS, "### k = 512"), *shown_table(SESSIONS, "### k = 2,048"), *calibration_table()]
+    return [*shown_table(SESSIONS, "### k = 512"), *shown_table(SESSIONS, "### k = 2,048"), *calibration_table(), *session_times()]
 
 
 def ruler_tables() -> list[str]:
@@ -378,6 +382,25 @@ def test_what_the_documents_conclude() -> None:
     paper = [line.split(" | ") for line in table_seven()[2:]]
     theirs = {cells[0].strip("| "): float(cells[5].split(" ±")[0]) for cells in paper if "±" in cells[5]}
     assert [name for name, score in theirs.items() if score < theirs["exact"] - 0.014] == [LANDMARK]
+
+
+def test_a_timed_session_is_within_its_aims_and_bound_by_the_host() -> None:
+    found = timed_session()
+    lock_step = json.loads((ROOT / "reports/published/scale-h200/lock-step.json").read_text(encoding="utf-8"))
+    assert (found["methods"], found["k"], len(found["turns"])) == (lock_step["methods"], lock_step["k"], 5)
+    log = (ROOT / "reports/published/scale-h200/agent-session.log").read_text(encoding="utf-8")
+    for number, turn in enumerate(found["turns"], 1):
+        assert turn["seconds"] < 60
+        assert turn["ratio"] <= 4
+        assert turn["noise_floor_seconds"] > turn["decode_seconds"]
+        parts = ", ".join(f"{name} {turn[f'{name}_seconds']:.1f}" for name in ("prefill", "stores", "decode"))
+        assert (
+            f"turn {number} of 5: {turn['seconds']:.1f} s, {turn['without_noise_floor_seconds']:.1f} s without the noise floor ({parts})"
+            in log
+        )
+    for name in ("dense", "branches"):
+        assert lock_step["profile"][name]["gpu_ms_a_step"] < 0.6 * lock_step[f"{name}_ms_a_step"]["median"]
+    assert not re.search(r"/tmp|/root|/opt|/home|/work", log + json.dumps(found))
 
 
 def test_runs_that_are_published_name_no_machine_and_hold_no_prompt() -> None:
