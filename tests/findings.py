@@ -108,11 +108,15 @@ def ratio(one: Comparison, metric: str) -> str:
     return f"{one.errors[metric] / plain:.2f}"
 
 
+SMALL_UNIONS = tuple(f"budget={b} attend=union" for b in (16, 24, 32, 48))
+SMALL_RERANKS = tuple(f"budget={b} rerank={r}" for b, r in ((16, "1.5"), (24, "1.5"), (32, "1.5"), (24, "2.0"), (32, "2.0")))
 HELPS = (
     (SHORT, "klt", 128, ("budget=32 rerank=2.0", "budget=48 rerank=2.0", "budget=48 attend=union")),
     ("fidelity-qwen-coder-32k-rerank", "auto", 512, tuple(f"budget={b} rerank={r}" for b in (32, 48, 64) for r in ("1.5", "2.0", "3.0"))),
-    ("fidelity-qwen-coder-32k-union", "auto", 512, tuple(f"budget={b} attend=union" for b in (24, 32, 48, 64))),
-    (LONG, "klt", 512, ("budget=32 rerank=2.0", "budget=48 rerank=2.0", "budget=48 attend=union")),
+    (f"{SHORT}-small-budgets", "klt", 512, ("budget=16 rerank=1.5", "budget=24 rerank=1.5", *SMALL_UNIONS)),
+    ("fidelity-qwen-coder-32k-union", "auto", 512, ("budget=64 attend=union",)),
+    (f"{LONG}-small-budgets", "klt", 512, (*SMALL_RERANKS, *SMALL_UNIONS)),
+    (LONG, "klt", 512, ("budget=48 rerank=2.0",)),
     (LONG, "klt", 2048, ("budget=48 attend=union",)),
 )
 

@@ -52,6 +52,7 @@ from tests.findings import (
     table_seven,
     timed_session,
 )
+from tests.small_budgets import small_budget_phrases, small_budget_tables
 
 FIDELITY, AGENT_SESSIONS, TASKS = (ROOT / "docs" / name for name in ("fidelity.md", "sessions.md", "ruler.md"))
 SCALES, MEASURED, BY_RATIO = f"{KLT} scales=fp8", "fathom budget=56 basis=raw depths=measured", f"{KLT} by_ratio=True"
@@ -73,11 +74,13 @@ def span(values: list[str]) -> str:
 
 def fidelity_phrases() -> dict[str, str]:
     lines = helps()
-    unions = [line.split(" | ")[-2] for line in lines if "union" in line]
+    unions = [line.split(" | ")[-2] for line in lines if "attend=union" in line]
     reranks = {
         share: [line.split(" | ")[-2] for line in lines if "rerank" in line and f"| {share} %" in line]
         for share in ("0.39", "0.57", "1.56")
     }
+    unions_of_16 = [line.split(" | ")[-2] for line in lines if "budget=16 attend=union" in line]
+    [smallest] = [line.split(" | ")[-2] for line in lines if "budget=16 rerank" in line and "| 32,768 |" in line]
     suite = at_equal_bytes("fidelity-qwen-coder-32k-rerank", "auto", 512)["fathom budget=32 basis=auto rerank=3.0"]
     small = {k: small_at_equal_bytes(k) for k in (64, 128)}
     dense = {(k, name): ratio(small[k][name], "error_dense") for k in small for name in (RERANK, SCALES, MEASURED, RAW)}
@@ -105,9 +108,11 @@ def fidelity_phrases() -> dict[str, str]:
             f"Exact top-k gains by it as well ({exact[0]} instead of {exact[1]} at 90,112 tokens, k = 512), so compare a scan with the "
             "union of exact top-k."
         ),
+        "union rows": f"least at the smallest budgets, × {unions_of_16[0]} and {unions_of_16[1]} at budget 16.",
         "rerank": (
-            f"× {span(reranks['0.39'])} at k ÷ tokens = 0.39 %, {span(reranks['0.57'])} at 0.57 %, and {span(reranks['1.56'])} at 1.56 %, "
-            f"where more candidates are worse still (× {ratio(suite, 'error_dense')} for three times k and budget 32)."
+            f"× {span(reranks['0.39'])} at k ÷ tokens = 0.39 %, {span(reranks['0.57'])} at 0.57 %, where only budget 48 gains, and "
+            f"{span(reranks['1.56'])} at 1.56 %, where more candidates are worse still (× {ratio(suite, 'error_dense')} for three times k "
+            f"and budget 32) and the smallest budget loses as much by fewer (× {smallest} for 1.5 times k and budget 16)."
         ),
         "rerank small": (
             f"SmolLM2, with 3 query heads a KV head and not 7, gains by it at 1.56 % (× {dense[64, RERANK]}) and hardly at 3.12 % "
@@ -144,6 +149,7 @@ def fidelity_phrases() -> dict[str, str]:
             f"For Double Sparsity text costs {interval_of(f'{DOUBLE} {TEXT}', DOUBLE)}, transcripts "
             f"{interval_of(f'{DOUBLE} {TRANSCRIPTS}', DOUBLE)}."
         ),
+        **small_budget_phrases(),
     }
 
 
@@ -292,7 +298,7 @@ def fidelity_tables() -> list[str]:
         for name, context, k in FIDELITY_SETTINGS
         for line in shown_table(name, f"#### Bits at equal error, {context:,} tokens, k = {k:,}")
     ]
-    return [*found, *helps(), *small_helps(), *calibration_errors()]
+    return [*found, *small_budget_tables(), *helps(), *small_helps(), *calibration_errors()]
 
 
 def sessions_tables() -> list[str]:
@@ -314,7 +320,7 @@ _SETTINGS = "|".join(
         r"`[^`]*`|\]\([^)]*\)|Qwen2\.5-Coder-0\.5B-Instruct|Qwen3-8B|SmolLM2(?:-135M-Instruct)?|bfloat16|V1 SDK|Table (?:7|22|23)",
         r"32k|90k|(?:32,768|90,112|4,096|8,192|2,048|16,384|65,536|32,000) tokens|windows of (?:4,096|16,384)",
         r"k = [\d,]+(?: and [\d,]+)?|128 before",
-        r"last 128 positions|[468] windows|budgets 24 to 80|or 16 to 512|up to 256|17 sessions|80,000 to 100,000|36 conversations",
+        r"last 128 positions|[468] windows|budgets 24 to 80|or from 16 on|up to 256|17 sessions|80,000 to 100,000|36 conversations",
         r"head_dim 64|2 KV heads of 7 query heads|4 to 8 bits a weight|head_dim of 128 instead of 64",
         r"95 % bootstrap|\(0 to 1\)|row is 1|lack to 1 is|below 1 is better|27 to 29 samples|\(40 were|40 samples|score 0\.5\b",
         r"\*\*fp8 scales",
