@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 from collections.abc import Iterable
@@ -10,12 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fathom_eval.offload.bench.equal_error import equal_error
-
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "reports/published/step-h200"
 KERNELS = ROOT / "reports/published/kernels-h200"
-FIDELITY = {length: ROOT / f"reports/published/fidelity-qwen-coder-{length}" for length in ("90k", "32k")}
+EQUAL = ROOT / "reports/published/equal-error-h200"
 LONG = 2**20
 FATHOM, SPARQ, DOUBLE = "fathom budget=48 basis=raw", "sparq r=16", "double_sparsity c=32"
 LANDMARK, THUMBNAIL, FULL = "landmark size=8", "thumbnail depth=2", "full 4-bit"
@@ -28,6 +25,8 @@ ALONE = {
     FULL: "full 4-bit, nibble 128 channels",
 }
 """The kernels of the methods' scans."""
+DOUBLE_4, SPARQ_4, LOKI_4 = "double_sparsity c=D/4", "sparq r=D/4", "loki r=D/4"
+"""The scans of 136 bits, as the run of equal errors and the fidelity runs name them."""
 
 Record = dict[str, Any]
 
@@ -45,8 +44,15 @@ def records() -> list[Record]:
 
 def chosen(**wanted: Any) -> list[Record]:
     """Records with these fields; of one session, without rerank and with the index on the host where nothing else is said."""
-    wanted = {"batch": 1, "rerank": 1.0, "index": "host", **wanted}
+    wanted = {"batch": 1, "sessions": 1, "rerank": 1.0, "index": "host", **wanted}
     return [one for one in records() if all(one[name] == value for name, value in wanted.items())]
+
+
+@cache
+def equal_steps() -> list[Record]:
+    """Every step of the run of equal errors: all of its first start, also those that were timed again, and then those of the second."""
+    first = lines_of("first-start.jsonl.gz", EQUAL)
+    return [*first, *(step for step in lines_of("records.jsonl.gz", EQUAL) if step["round"] != first[0]["round"])]
 
 
 def one(label: str, **wanted: Any) -> Record:
@@ -72,6 +78,12 @@ def in_turn(step: Record) -> float:
         if other["round"] == step["round"] and other["label"].startswith(FATHOM) and other["context"] == step["context"]
     )
     return times_fathom(step, own)
+
+
+def ratios_elsewhere(label: str, time: str = "gpu_ms") -> list[float]:
+    """Of a method's time to Fathom 48's in the run of equal errors, by start and by who brought the rows."""
+    own = {(step["round"], step["rows_by"]): step for step in equal_steps() if step["label"] == FATHOM}
+    return [step[time] / own[step["round"], step["rows_by"]][time] for step in equal_steps() if step["label"] == label]
 
 
 def of_link(step: Record) -> float:
@@ -104,6 +116,25 @@ def setting(rows: str, lanes: int, last: int | None, threads: int | None) -> Rec
     return found
 
 
+def lane(context: int, batch: int, lanes: int, last: int | None, rows: str) -> Record:
+    (found,) = (
+        step
+        for step in lines_of("lanes.jsonl")
+        if (step["context"], step["batch"], step["lanes"], step["last_lane"], step["rows_by"]) == (context, batch, lanes, last, rows)
+    )
+    return found
+
+
+def in_words(lanes: int, last: int | None) -> str:
+    return str(lanes) if last is None else f"{lanes}, last {last}"
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """The lowest and the highest, once where they read the same."""
+    found = sorted(values)
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (found[0], found[-1])))
+
+
 def row(cells: Iterable[Any]) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
@@ -111,8 +142,16 @@ def row(cells: Iterable[Any]) -> str:
 def targets() -> list[str]:
     main = main_table()
     own = main[FATHOM]
+    elsewhere = {DOUBLE: ratios_elsewhere(DOUBLE_4), SPARQ: ratios_elsewhere("sparq r=D/8")}
     ratios = [
-        (f"{name} ÷ Fathom 48", target, aim, f"{times_fathom(main[label], own):.3f}", f"{main[label]['floor_ms'] / own['floor_ms']:.3f}")
+        (
+            f"{name} ÷ Fathom 48",
+            target,
+            aim,
+            f"{times_fathom(main[label], own):.3f}",
+            span(elsewhere[label], 3) if label in elsewhere else "–",
+            f"{main[label]['floor_ms'] / own['floor_ms']:.3f}",
+        )
         for name, label, target, aim in (
             ("136 bits (double_sparsity c=32)", DOUBLE, "≥ 2.0", "2.15"),
             ("SparQ r=16", SPARQ, "≥ 1.15", "1.18"),
@@ -122,15 +161,17 @@ def targets() -> list[str]:
     ]
     top = setting("gpu", 1, None, None)["parts"]["top_k"] / own["layers"]
     scan, twin = (kernel(name, "index in HBM", 2**17)["ms"] for name in ("nibble 32 channels", "fathom 48"))
+    again = [step for step in equal_steps() if step["label"] == FATHOM]
+    floors, walls = span((step["floor_ratio"] for step in again), 3), span((step["wall_ms"] / step["gpu_ms"] for step in again), 3)
     return [
         row(cells)
         for cells in (
             *ratios,
-            ("step ÷ floor", "≤ 1.25", "1.15", f"{own['floor_ratio']:.3f}", "–"),
-            ("wall ÷ GPU time", "≤ 1.03", "–", f"{own['wall_ms'] / own['gpu_ms']:.3f}", "–"),
-            ("exact top-k a layer, ms, one lane", "≤ 0.12", "–", f"{top:.3f}", "–"),
-            ("plane scan ÷ gather rate of the link", "≥ 0.95", "–", f"{ratio_line(LONG)['scan rate over gather rate']:.3f}", "–"),
-            ("HBM, 128k: nibble scan, 32 channels ÷ plane scan", "≥ 1", "1.3", f"{scan / twin:.2f}", "–"),
+            ("step ÷ floor", "≤ 1.25", "1.15", f"{own['floor_ratio']:.3f}", floors, "–"),
+            ("wall ÷ GPU time", "≤ 1.03", "–", f"{own['wall_ms'] / own['gpu_ms']:.3f}", walls, "–"),
+            ("exact top-k a layer, ms, one lane", "≤ 0.12", "–", f"{top:.3f}", "–", "–"),
+            ("plane scan ÷ gather rate of the link", "≥ 0.95", "–", f"{ratio_line(LONG)['scan rate over gather rate']:.3f}", "–", "–"),
+            ("HBM, 128k: nibble scan, 32 channels ÷ plane scan", "≥ 1", "1.3", f"{scan / twin:.2f}", "–", "–"),
         )
     ]
 
@@ -162,13 +203,14 @@ def parts() -> list[str]:
 
 def contexts() -> list[str]:
     found = []
-    for context in (2**15, 2**16, 2**17, 2**18, 2**19, 2**20):
-        own = one(FATHOM, context=context)
-        others = (in_turn(one(label, context=context)) for label in (SPARQ, DOUBLE, LANDMARK, THUMBNAIL, FULL))
+    for own in sorted(chosen(label=FATHOM), key=lambda step: step["context"]):
+        others = (in_turn(one(label, round=own["round"])) for label in (SPARQ, DOUBLE, LANDMARK, THUMBNAIL, FULL))
         found.append(
             row(
                 (
-                    f"{context:,}",
+                    f"{own['context']:,}",
+                    in_words(own["lanes"], own["last_lane"]),
+                    own["rows_by"],
                     own["distinct_layers"],
                     f"{own['gpu_ms']:.2f}",
                     f"{own['floor_ratio']:.3f}",
@@ -180,23 +222,60 @@ def contexts() -> list[str]:
     return found
 
 
+def batched() -> list[Record]:
+    """Steps of several sessions without those of a setting that turned out a bad one, four lanes and ``both`` at 128k."""
+    found = [step for step in records() if step["batch"] > 1 and (step["context"], step["lanes"]) != (2**17, 4)]
+    return sorted(found, key=lambda step: (step["context"], step["batch"]))
+
+
 def batches() -> list[str]:
     return [
         row(
             (
                 f"{step['context']:,}",
                 step["batch"],
+                step["lanes"],
+                step["rows_by"],
                 step["label"],
                 f"{step['gpu_ms']:.2f}",
                 f"{step['gpu_ms'] / step['batch']:.2f}",
+                f"{step['wall_ms_a_token']:.2f}",
                 f"{step['floor_ratio']:.3f}",
                 f"{in_turn(step):.2f}",
                 f"{step['distinct_layers']} of {step['layers'] * step['batch']}",
             )
         )
-        for step in records()
-        if step["batch"] > 1
+        for step in batched()
     ]
+
+
+def beside(label: str, context: int, sessions: int) -> tuple[Record, Record, Record]:
+    """Sessions side by side, one alone, and as many in one step."""
+    (many,) = (step for step in batched() if (step["label"], step["context"], step["batch"]) == (label, context, sessions))
+    alone = main_table()[label] if context == LONG else one(label, context=context)
+    return one(label, context=context, sessions=sessions), alone, many
+
+
+def side_by_side() -> list[str]:
+    found = []
+    for step in records():
+        if step["sessions"] > 1:
+            _, alone, many = beside(step["label"], step["context"], step["sessions"])
+            times = [one["wall_ms_a_token"] for one in (step, alone, many)]
+            found.append(
+                row(
+                    (
+                        f"{step['context']:,}",
+                        step["sessions"],
+                        step["label"],
+                        f"{step['wall_ms']:.2f}",
+                        f"{step['gpu_ms']:.2f}",
+                        *(f"{time:.2f}" for time in times),
+                        *(f"{time / times[0]:.2f}" for time in times[1:]),
+                    )
+                )
+            )
+    return found
 
 
 def in_hbm() -> list[str]:
@@ -216,81 +295,27 @@ def in_hbm() -> list[str]:
     ]
 
 
-def reranked() -> list[Record]:
-    return [step for step in records() if step["rerank"] == 2]
-
-
-def rerank() -> list[str]:
-    return [
-        row(
-            (
-                step["label"],
-                f"{step['gpu_ms']:.2f}",
-                f"{step['floor_ratio']:.3f}",
-                f"{step['scan_bits']:.1f}",
-                *(f"{step['parts_ms'][name]:.2f}" for name in ("scan", "top_k", "rows", "rerank")),
-                step["distinct_layers"],
-            )
-        )
-        for step in reranked()
-    ]
-
-
-def equal_errors() -> list[dict[str, str]]:
-    """What the command wrote, of one k, at 1M tokens with the index on the host, without the reference itself."""
-    found = []
-    for name in ("equal-error-90k.csv", "equal-error-32k.csv"):
-        with (PUBLISHED / name).open(encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                here = (line["error_k"], line["step_context"], line["step_index"]) == ("512", str(LONG), "host")
-                if here and line["label"] != line["reference"]:
-                    found.append(line)
-    return found
-
-
-def as_fast_as(reference: str, method: str) -> float:
-    """Speed of Fathom in a basis at a 136-bit scan's error, if that took what double_sparsity's step takes at 1M tokens."""
-    twin = {**main_table()[DOUBLE], "method": method}
-    rows = equal_error(lines_of("records.jsonl.gz", FIDELITY["90k"]), [*main_table().values(), twin], reference)
-    (found,) = (line for line in rows if (line.method, line.basis, line.error_k) == ("fathom", "klt", 512))
-    return found.ratio
-
-
-def equal() -> list[str]:
-    return [
-        row(
-            (
-                f"{int(line['error_context']):,}",
-                line["windows"],
-                line["label"],
-                line["basis"] or "–",
-                f"{float(line['error']):.3f}",
-                f"{float(line['reference_error']):.3f}",
-                f"{float(line['bits_a_channel']):.2f}",
-                f"{float(line['step_ms']):.2f}",
-                f"{float(line['ratio']):.2f}",
-            )
-        )
-        for line in equal_errors()
-    ]
-
-
 def settings() -> list[str]:
+    """Fathom 48 by lanes and by who brings the rows, GPU time and wall time; of the CPU's threads, eight."""
+    found: dict[tuple[int, int, int, int], dict[str, Record]] = {}
+    named = [(LONG, 1, line["last"], line["rows"], line) for line in lines_of("settings.jsonl") if "rows" in line]
+    named += [(step["context"], step["batch"], step["last_lane"], step["rows_by"], step) for step in lines_of("lanes.jsonl")]
+    for context, batch, last, rows, step in named:
+        if step.get("threads") in (None, 8):
+            found.setdefault((context, batch, step["lanes"], last or 0), {})[rows] = step
     return [
         row(
             (
-                line["rows"],
-                line["lanes"],
-                line["last"] or "even",
-                line["threads"] or "–",
-                f"{line['gpu_ms']:.2f}",
-                f"{line['floor_ratio']:.3f}",
-                f"{line['wall_ms'] / line['gpu_ms']:.3f}",
-                *(f"{line['parts'][name]:.2f}" for name in ("scan", "top_k", "rows")),
-                f"{line['parts']['rows_wait']:.2f}" if "rows_wait" in line["parts"] else "–",
+                f"{context:,}",
+                batch,
+                in_words(lanes, last or None),
+                *(
+                    f"{members[rows][name]:.2f}" if rows in members else "–"
+                    for rows, name in (("gpu", "gpu_ms"), ("both", "gpu_ms"), ("cpu", "gpu_ms"), ("gpu", "wall_ms"), ("both", "wall_ms"))
+                ),
             )
         )
-        for line in sorted((line for line in lines_of("settings.jsonl") if "rows" in line), key=lambda line: line["gpu_ms"])
+        for (context, batch, lanes, last), members in sorted(found.items())
     ]
 
 
