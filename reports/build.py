@@ -24,7 +24,8 @@ from fathom_eval.reports.ruler_source import ruler_source
 from fathom_eval.reports.session_cells import Role as SessionRole
 from fathom_eval.reports.session_source import load_session_source
 from fathom_eval.reports.sessions import session_section
-from fathom_eval.reports.timing_section import timing_section, timing_source
+from fathom_eval.reports.timing_section import timing_section
+from fathom_eval.reports.timing_source import timing_source
 from fathom_eval.reports.writing import Folder, latex, markdown, missing_csv, table_csv
 from fathom_eval.run_files import raise_file_error
 

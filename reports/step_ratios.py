@@ -1,110 +1,145 @@
-"""Decode steps of all settings in one table: times over that of Fathom's 48-bit read, and how close its own step is to the floor."""
+"""Decode steps of all settings in one table: times over that of Fathom's read, and how close its own step is to the floor.
+
+Few methods are columns and settings rows. Of more methods than a page has room for, methods are rows, settings columns, and Fathom's own
+step has a table of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from fathom_eval.console import printable
-from fathom_eval.reports.document import Column, Entry, Row, Table, entry
+from fathom_eval.reports.document import Block, Column, Entry, Row, Table, entry
+from fathom_eval.reports.timing_source import Place, TimingSource, contexts_of
+from fathom_eval.reports.timing_steps import (
+    APART,
+    BUDGET,
+    MOST_METHODS,
+    Turns,
+    is_48_bit,
+    method_of,
+    overlaps,
+    quotient,
+    ratio,
+    time_of,
+    value,
+)
 from fathom_eval.reports.wording import number
 
-Step = Mapping[str, Any]
-Setting = tuple[str, Sequence[Step]]
-"""A setting in words, and its steps that count."""
+_TITLE = "All settings against Fathom's read"
+_OWN = (Column("step ÷ floor"), Column("wall ÷ GPU"), Column("top-k a layer", "ms"), Column("scan of link"))
+_OWN_LEGEND = (
+    "scan of link: the rate of its scan over the copy rate of the link; top-k and scan only where no other kernel runs beside them"
+)
 
 
-def ratio_table(settings: Sequence[Setting], origin: str) -> Table | None:
-    """One row a setting and context; None where nothing is set against a reference, or nothing has a floor."""
-    cells = [
-        (words, context, [step for step in steps if step["context"] == context])
-        for words, steps in settings
-        for context in sorted({step["context"] for step in steps})
-    ]
-    with_own = [(words, context, steps, own) for words, context, steps in cells if (own := reference_of(steps)) is not None]
-    if not any(len(steps) > 1 or value(own, "floor_ms") for _, _, steps, own in with_own):
+@dataclass(frozen=True)
+class _Cell:
+    """One setting and context, the steps there that are set against one read of Fathom, and what to say of them beside the setting."""
+
+    place: Place
+    context: int
+    turns: Turns
+    remarks: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return ", ".join((str(self.place), *self.remarks))
+
+    def heading(self, places: Sequence[Place]) -> str:
+        return ", ".join(part for part in (f"÷ at {self.context:,} tokens", self.place.apart(places), *self.remarks) if part)
+
+    def entries(self, names: Sequence[str]) -> list[Entry]:
+        # Of a method's several steps the fastest, which stands first.
+        others = {method_of(step): ratio(step, self.turns.own) for step in reversed(self.turns.others)}
+        return [entry(others.get(name), 2, mark="" if self.turns.together else APART) for name in names]
+
+
+def ratio_block(source: TimingSource, anchor: str) -> Block | None:
+    """All settings against Fathom's read; None where nothing is set against a reference, or nothing has a floor."""
+    cells = [cell for place in source.places for context in contexts_of(source.at(place)) for cell in _cells(source, place, context)]
+    if not any(cell.turns.others or value(cell.turns.own, "floor_ms") for cell in cells):
         return None
-    bits: dict[str, list[float]] = {}
-    for *_, steps, own in with_own:
-        for step in steps:
-            if step is not own:
-                bits.setdefault(method_of(step), []).append(value(step, "scan_bits") or 0.0)
-    names = sorted(bits, key=lambda name: bits[name])
-    columns = (
-        Column("setting"),
-        Column("context"),
-        *(Column(f"{name} ÷", f"{number(bits[name][0], 0)} bits" if bits[name][0] else "") for name in names),
-        Column("step ÷ floor"),
-        Column("wall ÷ GPU"),
-        Column("top-k a layer", "ms"),
-        Column("scan of link"),
+    label = source.reads[0]
+    bits: dict[str, float] = {}
+    for cell in cells:
+        for step in cell.turns.others:
+            bits.setdefault(method_of(step), value(step, "scan_bits") or 0.0)
+    names = sorted(bits, key=lambda name: round(bits[name]))
+    tables = _by_method(source, cells, names, bits) if len(names) > MOST_METHODS else [_by_setting(source, cells, names, bits)]
+    title = f"Against Fathom's {f'{BUDGET}-bit ' if is_48_bit(label) else ''}read: {label}"
+    return Block(f"{anchor}-ratios", title, tables)
+
+
+def _cells(source: TimingSource, place: Place, context: int) -> list[_Cell]:
+    found = source.turns(place, context)
+    several = sum(turns.together for turns in found) > 1
+    cells = []
+    for turns in found:
+        label = method_of(turns.own)
+        remarks = [f"against {label}"] if label != source.reads[0] else []
+        remarks += [f"round {printable(turns.own.get('round'))}"] if several and turns.together else []
+        remarks += [] if turns.together else ["timed in another round"]
+        cells.append(_Cell(place, context, turns, tuple(remarks)))
+    return cells
+
+
+def _legend(source: TimingSource, cells: Sequence[_Cell], about: str) -> str:
+    others = ", or of the read that a setting names" if any(method_of(cell.turns.own) != source.reads[0] for cell in cells) else ""
+    apart = (
+        "" if all(cell.turns.together for cell in cells) else f"; {APART} timed in another round than the reference, not in turn with it"
     )
-    rows = []
-    apart = False
-    for words, context, steps, own in with_own:
-        base = time_of(own)
-        others = {method_of(step): step for step in reversed(steps)}
-        found = []
-        for name in names:
-            other = others.get(name)
-            mark = "" if other is None or other.get("round") == own.get("round") else "†"
-            apart = apart or bool(mark)
-            found.append(entry(None if other is None or not base else (time_of(other) or 0.0) / base, 2, mark=mark))
-        parts, layers = own.get("parts_ms"), value(own, "layers")
-        top = value(parts, "top_k") if isinstance(parts, Mapping) and not overlaps(own) else None
-        rows.append(
-            Row(
-                (
-                    Entry(words),
-                    Entry(f"{context:,}", context),
-                    *found,
-                    entry(quotient(own, "gpu_ms", "floor_ms"), 2),
-                    entry(quotient(own, "wall_ms", "gpu_ms"), 3),
-                    entry(top / layers if top and layers else None, 3),
-                    entry(value(own, "scan_of_link"), 3),
-                )
-            )
-        )
-    legend = (
-        "÷: a method's GPU time over that of Fathom's 48-bit read, which the last four columns are about; scan of link: the rate of its "
-        "scan over the copy rate of the link; top-k and scan only where no other kernel runs beside them"
-        + ("; † timed in another round than the reference, not in turn with it" if apart else "")
-    )
-    return Table("step-ratios", "All settings against Fathom's 48-bit read", origin, columns, tuple(rows), legend)
+    return f"÷: a method's GPU time over that of {source.reads[0]}{others}{about}{apart}"
 
 
-def reference_of(steps: Sequence[Step]) -> Step | None:
-    """The read of variable depth that the others of one setting and context are set against: its mean budget of 48, or the fastest."""
-    own = [step for step in steps if str(step.get("method", "")).startswith("fathom")]
-    return next((step for step in own if "48" in method_of(step)), own[0] if own else None)
+def _by_setting(source: TimingSource, cells: Sequence[_Cell], names: Sequence[str], bits: Mapping[str, float]) -> Table:
+    """A row a setting and context, a column a method."""
+    methods = [Column(f"{name} ÷", f"{number(bits[name], 0)} bits" if bits[name] else "") for name in names]
+    rows = [Row((*_where(cell), *cell.entries(names), *_own(cell))) for cell in cells]
+    legend = _legend(source, cells, f", which the last four columns are about; {_OWN_LEGEND}")
+    return Table("step-ratios", _TITLE, source.origin(), (Column("setting"), Column("context"), *methods, *_OWN), tuple(rows), legend)
 
 
-def method_of(step: Step) -> str:
-    """The label of a step's method; a rerank that the label does not name is added."""
-    label = printable(step.get("label") or step.get("method"))
-    rerank = value(step, "rerank")
-    return f"{label} rerank={rerank:g}" if rerank is not None and rerank > 1 and "rerank" not in label else label
+def _by_method(source: TimingSource, cells: Sequence[_Cell], names: Sequence[str], bits: Mapping[str, float]) -> list[Table]:
+    """A row a method, a column a setting and context; a table a setting where they too are many."""
+    places = list(dict.fromkeys(cell.place for cell in cells))
+    groups = [cells] if len(cells) <= MOST_METHODS else [[cell for cell in cells if cell.place == place] for place in places]
+    tables = []
+    for index, group in enumerate(groups, start=1):
+        present = {method_of(step) for cell in group for step in cell.turns.others}
+        here = list(dict.fromkeys(cell.place for cell in group))
+        columns = [Column(cell.heading(here)) for cell in group]
+        ratios = [cell.entries(names) for cell in group]
+        rows = [
+            Row((Entry(name), entry(bits[name] or None, 0), *found)) for name, *found in zip(names, *ratios, strict=True) if name in present
+        ]
+        where = source.origin(here[0].shared(here))
+        name = "step-ratios" if len(groups) == 1 else f"step-ratios-{index}"
+        title = _TITLE if len(groups) == 1 else f"Against Fathom's read, {here[0]}"
+        tables.append(Table(name, title, where, (Column("method"), Column("scan bits"), *columns), tuple(rows), _legend(source, group, "")))
+    return [*tables, _own_table(source, [cell for cell in cells if cell.turns.together])]
 
 
-def time_of(step: Step) -> float | None:
-    """GPU milliseconds of a step; those of the clock where there was no GPU."""
-    gpu = value(step, "gpu_ms")
-    return value(step, "wall_ms") if gpu is None else gpu
+def _own_table(source: TimingSource, cells: Sequence[_Cell]) -> Table:
+    """The reference's own step in every setting."""
+    columns = (Column("setting"), Column("context"), Column("GPU ms"), *_OWN)
+    rows = [Row((*_where(cell), entry(time_of(cell.turns.own), None), *_own(cell))) for cell in cells]
+    return Table("step-reference", "The step of Fathom's read itself", source.origin(), columns, tuple(rows), _OWN_LEGEND)
 
 
-def value(record: Step, name: str) -> float | None:
-    """A number of a record; None where it is missing or no number."""
-    found = record.get(name)
-    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) and found - found == 0 else None
+def _where(cell: _Cell) -> tuple[Entry, Entry]:
+    return Entry(cell.words), Entry(f"{cell.context:,}", cell.context)
 
 
-def overlaps(step: Step) -> bool:
-    """Whether kernels of a step ran side by side, so that their sum is more than its time."""
-    total, busy = value(step, "gpu_sum_ms"), value(step, "gpu_ms")
-    return total is not None and busy is not None and total > 1.01 * busy
-
-
-def quotient(step: Step, above: str, below: str) -> float | None:
-    """One number of a step over another, where it has both."""
-    first, second = value(step, above), value(step, below)
-    return first / second if first is not None and second else None
+def _own(cell: _Cell) -> list[Entry]:
+    """What the columns of the reference's own step say; nothing again where its steps are others of another round."""
+    own = cell.turns.own if cell.turns.together else {}
+    parts, layers = own.get("parts_ms"), value(own, "layers")
+    top = value(parts, "top_k") if isinstance(parts, Mapping) and not overlaps(own) else None
+    return [
+        entry(quotient(own, "gpu_ms", "floor_ms"), 2),
+        entry(quotient(own, "wall_ms", "gpu_ms"), 3),
+        entry(top / layers if top and layers else None, 3),
+        entry(value(own, "scan_of_link"), 3),
+    ]

@@ -13,6 +13,7 @@ from fathom_eval.offload.bench.timing import PARTS
 from fathom_eval.reports import build_report
 from fathom_eval.reports.canvas import PALETTE
 from fathom_eval.reports.grids import part_styles
+from fathom_eval.reports.timing_steps import is_48_bit, reads_of, turns_of
 from tests.reports.made_records import timing_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
 
@@ -131,7 +132,139 @@ def test_ratios_of_steps_that_did_not_take_turns_are_marked(tmp_path: Path) -> N
     files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
     page = read_page(files)
     assert "† timed in another round than the reference" in page.words
-    assert files.markdown.read_text(encoding="utf-8").count(" † |") == 1
+    # Of all settings, and of its own.
+    assert files.markdown.read_text(encoding="utf-8").count(" † |") == 2
+    alone, apart = table(files, "step-ratios")
+    assert apart["setting"] == f"{alone['setting']}, timed in another round"
+    assert alone["landmark ÷ 256 bits"] == apart["channels 32 ÷ 136 bits"] == apart["step ÷ floor"] == ""
+    steps_of = {row["method"]: row for row in table(files, "steps-host-b1-k512")}
+    assert apart["landmark ÷ 256 bits"] == steps_of["landmark"]["× Fathom"]
+    assert [name for name, row in steps_of.items() if "another round than Fathom's read" in row["notes"]] == ["landmark"]
+    told = page.words.split("The others that took turns with it take")[1].split("1 step of another round")[0]
+    assert "channels 32" in told
+    assert "landmark" not in told
+    assert "1 step of another round did not take turns with it; the tables mark their multiples †." in page.words
+
+
+def made_step(label: str, gpu: float, turn: str, **changes: Any) -> dict[str, Any]:
+    [record, *_] = timing_records((131072,), ("host",))
+    options = {"method": label.split()[0], "label": label, "gpu_ms": gpu, "round": turn, "floor_ms": 10.0}
+    return {**record, **options, **changes}
+
+
+READS = (
+    "fathom budget=48 basis=raw",
+    "fathom budget=48 basis=raw scales=fp8",
+    "fathom budget=48 basis=klt",
+    "fathom budget=48 basis=raw rerank=2.0",
+    "fathom budget=48 basis=raw attend=union",
+    "fathom budget=40 basis=raw",
+)
+
+
+@pytest.mark.parametrize("most", range(len(READS)))
+def test_the_plainest_read_of_the_budget_is_the_reference_whichever_is_fastest(most: int) -> None:
+    steps = [made_step(label, 20.0 - place, "first") for place, label in enumerate(READS[most:])]
+    assert reads_of(steps) == list(READS[most:])
+    assert reads_of(steps[::-1]) == list(READS[most:])
+    [turns] = turns_of(steps, reads_of(steps))
+    assert turns.own["label"] == READS[most]
+
+
+def test_a_budget_of_48_is_read_from_the_label() -> None:
+    assert all(map(is_48_bit, ("fathom 48", "fathom budget=48 basis=raw", "fathom budget=48.0")))
+    assert not any(map(is_48_bit, ("fathom 148", "fathom budget=32 planes=48", "fathom budget=4.48", "fathom")))
+
+
+def test_one_page_has_one_reference_and_a_setting_without_it_names_its_own(tmp_path: Path) -> None:
+    steps = [
+        made_step(READS[0], 20.0, "first"),
+        made_step(READS[2], 16.0, "first"),
+        made_step("sparq r=D/8", 30.0, "first"),
+        made_step(READS[2], 15.0, "second", lanes=2),
+        made_step("sparq r=D/8", 30.0, "second", lanes=2),
+    ]
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    assert "Against Fathom's 48-bit read: fathom budget=48 basis=raw" in read_page(files).words
+    one, two = table(files, "step-ratios")
+    assert float(one[f"{READS[2]} ÷ 47 bits"]) == 0.8
+    sparq = "sparq r=D/8 ÷ 47 bits"
+    assert (float(one[sparq]), float(two[sparq])) == (1.5, 2.0)
+    assert two["setting"] == f"{one['setting']}, 2 lanes, against {READS[2]}"
+
+
+def test_a_step_is_set_against_the_read_of_its_own_round(tmp_path: Path) -> None:
+    steps = [
+        made_step(READS[0], 20.0, "first"),
+        made_step("sparq r=D/8", 30.0, "first"),
+        made_step(READS[0], 40.0, "second"),
+        made_step("loki r=D/4", 60.0, "second"),
+        made_step("full 4-bit", 80.0, "third"),
+    ]
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    own = {(row["method"], float(row["GPU ms"])): float(row["× Fathom"]) for row in table(files, "steps-host-b1-k512")}
+    assert own == {
+        (READS[0], 20.0): 1.0,
+        (READS[0], 40.0): 1.0,
+        ("sparq r=D/8", 30.0): 1.5,
+        ("loki r=D/4", 60.0): 1.5,
+        ("full 4-bit", 80.0): 4.0,
+    }
+    assert [row["setting"].split(", ", 3)[3] for row in table(files, "step-ratios")] == [
+        "round first",
+        "round second",
+        "timed in another round",
+    ]
+    page = read_page(files)
+    assert "take, as a multiple of it in their round: sparq r=D/8 1.50× and loki r=D/4 1.50×." in page.words
+
+
+@pytest.mark.parametrize(("others", "lanes"), [(12, 2), (13, 2), (14, 13)])
+def test_methods_are_rows_where_they_are_more_than_columns_fit(others: int, lanes: int, tmp_path: Path) -> None:
+    steps = [
+        made_step(label, 20.0 + place, "second" if place == others else "first", lanes=lane, scan_bits=float(place))
+        for lane in range(1, lanes + 1)
+        for place, label in enumerate([READS[0], *(f"sparq r={place}" for place in range(1, others + 1))])
+    ]
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    read_page(files).check()
+    names = {path.stem for path in files.tables if path.stem.startswith("step-r")}
+    if others == 12:
+        assert names == {"step-ratios"}
+        assert "sparq r=12 ÷ 12 bits" in table(files, "step-ratios")[0]
+        return
+    assert names == {"step-reference", *(["step-ratios"] if lanes == 2 else [f"step-ratios-{lane}" for lane in range(1, lanes + 1)])}
+    rows = table(files, "step-ratios" if lanes == 2 else "step-ratios-1")
+    assert [row["method"] for row in rows] == [f"sparq r={place}" for place in range(1, others + 1)]
+    several = ["1 lane", "2 lanes"] if lanes == 2 else [""]
+    headings = [", ".join(filter(None, ("÷ at 131,072 tokens", words))) for words in several]
+    headings = [text for heading in headings for text in (heading, f"{heading}, timed in another round")]
+    assert list(rows[0]) == ["method", "scan bits", *headings]
+    assert [float(rows[0][heading]) for heading in headings[::2]] == [1.05] * len(several)
+    assert [rows[-1][heading] for heading in headings] == ["", str((20.0 + others) / 20.0)] * len(several)
+    assert rows[0][headings[1]] == ""
+    assert len(table(files, "step-reference")) == lanes
+    words = read_page(files).words
+    assert f"{(20.0 + others) / 20.0:.2f} †" in words
+    span = (
+        "The 13 others that took turns with it take, as a multiple of it, from 1.05× (sparq r=1) to 1.65× (sparq r=13); the table has each."
+    )
+    assert (span in words) == (others == 14)
+    assert ("The others that took turns with it take, as a multiple of it: sparq r=1 1.05×, " in words) == (others == 13)
+
+
+def test_times_of_two_clocks_and_void_steps_have_no_ratio(tmp_path: Path) -> None:
+    steps = [
+        made_step(READS[0], 20.0, "first"),
+        {**made_step("sparq r=D/8", 30.0, "first"), "gpu_ms": None},
+        made_step("loki r=D/4", 60.0, "first", void=True),
+    ]
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    assert {row["method"]: row["× Fathom"] for row in table(files, "steps-host-b1-k512")} == {
+        READS[0]: "1.0",
+        "sparq r=D/8": "",
+        "loki r=D/4": "",
+    }
 
 
 def test_kernels_that_ran_side_by_side_are_not_summed_to_a_step(tmp_path: Path) -> None:
@@ -181,3 +314,15 @@ def test_no_two_parts_of_a_bar_look_alike() -> None:
     assert len(set(styles.values())) == len(PARTS) + 1
     assert styles["other"][0] not in PALETTE
     assert len(set(part_styles([f"part {number}" for number in range(20)]).values())) == 20
+
+
+def test_beside_the_paper_stands_the_setting_of_the_plain_read_although_another_is_faster_elsewhere(tmp_path: Path) -> None:
+    shape = {"model": "Qwen/Qwen3-8B", "context": 1048576}
+    steps = [
+        made_step(READS[0], 54.0, "first", **shape),
+        made_step("sparq r=16", 62.0, "first", **shape),
+        made_step(READS[5], 48.0, "first", lanes=2, **shape),
+        made_step("sparq r=16", 99.0, "first", lanes=2, **shape),
+    ]
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    assert {row["here"] for row in table(files, "paper") if row["method"] == "sparq r=16" and row["quantity"] == "GPU ms host"} == {"62.0"}

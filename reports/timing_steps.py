@@ -1,0 +1,133 @@
+"""What a record of a decode step says, and which read of Fathom it is set against."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fathom_eval.console import printable
+
+Step = Mapping[str, Any]
+BUDGET = 48
+"""Mean budget of the read that the others are set against."""
+MOST_METHODS = 12
+"""So many methods beside the reference are columns of a table and are told one by one in a sentence; more of them are neither."""
+APART = "†"
+"""Stands beside a ratio of two steps that did not take turns."""
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Steps of one setting and context that are set against one read of Fathom.
+
+    Attributes:
+        own: That read.
+        others: The rest, none of them void.
+        together: Whether all were timed in one round, in turn; a ratio of two rounds also has what changed between them.
+    """
+
+    own: Step
+    others: Sequence[Step]
+    together: bool
+
+
+def turns_of(steps: Sequence[Step], reads: Sequence[str]) -> list[Turns]:
+    """The steps of one setting and context by what they are set against; empty where Fathom has no read among them.
+
+    The reference is the first of ``reads`` that was timed there. Where several rounds timed it, each step is set against that of its own
+    round; steps of a round without it come last, against the first.
+    """
+    label = next((label for label in reads if any(method_of(step) == label for step in steps)), None)
+    own: dict[str, Step] = {}
+    for step in steps:
+        if method_of(step) == label:
+            own.setdefault(_round(step), step)
+    found = [
+        Turns(read, [step for step in steps if step is not read and _round(step) == where], together=True) for where, read in own.items()
+    ]
+    apart = [step for step in steps if _round(step) not in own]
+    return [*found, Turns(found[0].own, apart, together=False)] if found and apart else found
+
+
+def reads_of(steps: Sequence[Step]) -> list[str]:
+    """Labels of Fathom's reads, that first which the others are to be set against.
+
+    A read of the budget of 48 before others; own winners, no rerank, raw channels, nothing else that its label names before what adds to
+    that; then the one that was timed in most settings.
+    """
+    amounts = Counter(method_of(step) for step in steps if str(step.get("method", "")).startswith("fathom"))
+    return sorted(amounts, key=lambda label: (*_additions(label), -amounts[label]))
+
+
+def is_48_bit(label: str) -> bool:
+    """Whether a label of Fathom names a mean budget of 48, as ``fathom budget=48`` and ``fathom 48`` do."""
+    words = label.split()
+    named = [word.partition("=")[2] for word in words if word.startswith("budget=")]
+    numbers = _NUMBER.findall(" ".join(named or [word for word in words if "=" not in word]))
+    return bool(numbers) and float(numbers[0]) == BUDGET
+
+
+def _additions(label: str) -> tuple[bool, bool, bool, bool, int]:
+    options = dict(word.split("=", 1) for word in label.split() if "=" in word)
+    union = options.get("attend", "own") != "own"
+    others = sum(name not in ("budget", "basis", "attend", "rerank") for name in options)
+    return not is_48_bit(label), union, "rerank" in options, options.get("basis", "raw") != "raw", others
+
+
+def ratio(step: Step, own: Step) -> float | None:
+    """Time of a step over that of another by the same clock; None where they have none in common."""
+    if (value(step, "gpu_ms") is None) != (value(own, "gpu_ms") is None):
+        return None
+    time, base = time_of(step), time_of(own)
+    return time / base if time is not None and base else None
+
+
+def _round(step: Step) -> str:
+    return printable(step.get("round"))
+
+
+def method_of(step: Step) -> str:
+    """The label of a step's method; a rerank that the label does not name is added."""
+    label = printable(step.get("label") or step.get("method"))
+    rerank = value(step, "rerank")
+    return f"{label} rerank={rerank:g}" if rerank is not None and rerank > 1 and "rerank" not in label else label
+
+
+def time_of(step: Step) -> float | None:
+    """GPU milliseconds of a step; those of the clock where there was no GPU."""
+    gpu = value(step, "gpu_ms")
+    return value(step, "wall_ms") if gpu is None else gpu
+
+
+def value(record: Step, name: str) -> float | None:
+    """A number of a record; None where it is missing or no number."""
+    found = record.get(name)
+    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) and found - found == 0 else None
+
+
+def overlaps(step: Step) -> bool:
+    """Whether kernels of a step ran side by side, so that their sum is more than its time."""
+    total, busy = value(step, "gpu_sum_ms"), value(step, "gpu_ms")
+    return total is not None and busy is not None and total > 1.01 * busy
+
+
+def quotient(step: Step, above: str, below: str) -> float | None:
+    """One number of a step over another, where it has both."""
+    first, second = value(step, above), value(step, below)
+    return first / second if first is not None and second else None
+
+
+def void_reason(step: Step) -> str:
+    """Why a step is void; empty where its record does not say."""
+    reason = step.get("void_reason") or ("" if step["void"] is True else step["void"])
+    return printable(reason) if reason else ""
+
+
+def aliased_layers(step: Step) -> float:
+    """Layers that have no buffers of their own."""
+    layers, apart = value(step, "layers"), value(step, "distinct_layers")
+    return value(step, "aliased_layers") or (layers - apart if layers is not None and apart is not None else 0.0)
