@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,11 @@ import torch
 from fathom_eval.batches import Batches, memory_for, unmeasured
 from fathom_eval.branches import Branch
 from fathom_eval.decode import BranchResult, decode
-from fathom_eval.memory import MemoryEstimate, check_memory, estimate_memory
+from fathom_eval.memory import MemoryEstimate, check_memory
 from fathom_eval.methods import MethodSpec, parse_method
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.observations import needed_observations
+from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, estimate_split, runtime_of
 from fathom_eval.prefill import prefill
 from fathom_eval.ruler import PROTOCOL as DECODING_PROTOCOL
 from fathom_eval.ruler import all_branches
@@ -84,12 +86,14 @@ class DecodeSettings:
         batch_size: The most branches of one batch; all of them share one prefill.
         keep_text: Keep the text of generated steps in the records. Their tokens always are.
         keep_recorded_text: Keep the recorded step in the record of dense attention.
+        runtime: Decode what the host-resident runtime has a step for by it, with its index in ``host`` memory or ``hbm``.
     """
 
     max_new_tokens: int
     batch_size: int
     keep_text: bool = True
     keep_recorded_text: bool = True
+    runtime: str | None = None
 
 
 def with_controls(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
@@ -105,8 +109,8 @@ def step_branches(specs: Sequence[MethodSpec], k_values: Sequence[int], facts: M
     return (*(StepBranch(branch) for branch in branches), *(StepBranch(branch, alone=True) for branch in floor))
 
 
-def run_identity(facts: ModelFacts, data: SessionData, max_new_tokens: int) -> dict[str, Any]:
-    """Everything that can change a number of this run, apart from what each record carries itself."""
+def run_identity(facts: ModelFacts, data: SessionData, max_new_tokens: int, runtime: str | None = None) -> dict[str, Any]:
+    """Everything that can change a number of this run, apart from what each record carries itself; see :class:`DecodeSettings`."""
     return {
         "protocol": [DECODING_PROTOCOL, PROTOCOL],
         "model": facts.model_fingerprint,
@@ -115,6 +119,7 @@ def run_identity(facts: ModelFacts, data: SessionData, max_new_tokens: int) -> d
         "device": facts.device.split(":")[0],
         "max_new_tokens": max_new_tokens,
         **data.identity,
+        **({} if runtime is None else {"runtime": runtime}),
     }
 
 
@@ -158,13 +163,13 @@ def evaluate(
         Each session with its records, to be written together.
 
     Raises:
-        UserError: A session needs more memory than is free; raised before its prefill.
+        UserError: A session needs more memory than is free, raised before its prefill; or the runtime does not compute the model.
     """
-    batches = Batches(settings.batch_size, say)
+    batches, runtime = Batches(settings.batch_size, say), runtime_of(loaded, settings.runtime)
     known = dict(references or {})
     for unit in units:
         session = data.sessions[unit.index]
-        yield session, _measure(loaded, data, SessionUnit(unit, session, known), settings, batches, say)
+        yield session, _measure(loaded, data, SessionUnit(unit, session, known), settings, batches, runtime, say)
 
 
 @dataclass(frozen=True)
@@ -191,11 +196,11 @@ class SessionWork:
     def prepare(self, loaded: LoadedModel) -> Callable[[SessionUnit], Measured]:
         """See :class:`fathom_eval.workers.Work`."""
         notes: list[str] = []
-        batches = Batches(self.settings.batch_size, notes.append)
+        batches, runtime = Batches(self.settings.batch_size, notes.append), runtime_of(loaded, self.settings.runtime)
 
         def measure(unit: SessionUnit) -> Measured:
             notes.clear()
-            return Measured(_measure(loaded, self.data, unit, self.settings, batches, notes.append), tuple(notes))
+            return Measured(_measure(loaded, self.data, unit, self.settings, batches, runtime, notes.append), tuple(notes))
 
         return measure
 
@@ -218,11 +223,18 @@ def failed_records(
 def _estimate(loaded: LoadedModel, unit: SessionUnit, settings: DecodeSettings) -> MemoryEstimate:
     steps = unit.unit.branches
     batch = [step.branch for step in steps if not step.alone] or [step.branch for step in steps]
-    return estimate_memory(loaded.facts, batch, len(unit.session.prompt_ids), settings.max_new_tokens, settings.batch_size)
+    tokens, most = len(unit.session.prompt_ids), settings.max_new_tokens
+    return estimate_split(loaded.facts, batch, tokens, most, settings.batch_size, settings.runtime)
 
 
 def _measure(
-    loaded: LoadedModel, data: SessionData, unit: SessionUnit, settings: DecodeSettings, batches: Batches, say: Callable[[str], None]
+    loaded: LoadedModel,
+    data: SessionData,
+    unit: SessionUnit,
+    settings: DecodeSettings,
+    batches: Batches,
+    runtime: RuntimeDecoder | None,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     session, facts, index = unit.session, loaded.facts, unit.unit.index
     gpus = [device for device in facts.devices if device.startswith("cuda")]
@@ -239,12 +251,12 @@ def _measure(
         prefix = prefill(loaded, session.prompt_ids, observations=observations)
     prefill_seconds = time.perf_counter() - began
 
-    def run(part: Sequence[Branch]) -> list[BranchResult]:
-        return decode(loaded, prefix, part, settings.max_new_tokens, stop_strings=data.renderer.stop_strings)
-
+    most, stops = settings.max_new_tokens, data.renderer.stop_strings
+    run = partial(decode, loaded, prefix, max_new_tokens=most, stop_strings=stops)
     together = [step for step in unit.unit.branches if not step.alone]
     alone = [step for step in unit.unit.branches if step.alone]
-    results = batches.decode(run, [step.branch for step in together])
+    branches = [step.branch for step in together]
+    results = decode_all(runtime, batches, run, prefix, branches, most, stop_strings=stops)
     for repeated in alone:
         results += batches.decode(run, [repeated.branch])
     decoded: list[tuple[StepBranch, BranchResult, Step, float]] = []
@@ -347,6 +359,7 @@ def _record(
         "candidate_rows": result.candidate_rows,
         "fired": result.fired,
         "steps": result.steps,
+        **decoded_by(settings.runtime, spec, loaded.facts),
     }
     if is_dense and not branch.alone and settings.keep_recorded_text:
         record["recorded_step"] = session.target_text

@@ -17,6 +17,7 @@ from fathom_eval.compat import cache_argument
 from fathom_eval.errors import UserError
 from fathom_eval.prefill import Prefix, use_attention
 from fathom_eval.rehearsal import Rehearsal, needed_rehearsal
+from fathom_eval.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from fathom_eval.models import LoadedModel
@@ -67,31 +68,6 @@ class _TailCache(DynamicCache):
         return self.get_seq_length(layer_idx) + 1, 0
 
 
-class _StopStrings:
-    """Watches the end of every row's text for stop strings.
-
-    A token is at least one byte, so as many tokens as the longest stop string has bytes hold all of it.
-    """
-
-    def __init__(self, tokenizer: Any, strings: tuple[str, ...], prompt: Sequence[int], rows: int) -> None:
-        self._tokenizer, self._strings = tokenizer, strings
-        self._window = max(len(string.encode()) for string in strings) + 1
-        self._tails = [list(prompt[-self._window :]) for _ in range(rows)]
-
-    def add(self, token_ids: Sequence[int], watched: Sequence[bool]) -> list[bool]:
-        """Whether the token that each row has come to completes a stop string; rows that are not watched have ended already."""
-        return [on and self._completes(tail, token) for tail, token, on in zip(self._tails, token_ids, watched, strict=True)]
-
-    def _completes(self, tail: list[int], token: int) -> bool:
-        before, after = self._text(tail), self._text([*tail, token])
-        tail.append(token)
-        del tail[: -self._window]
-        return any(after.count(string) > before.count(string) for string in self._strings)
-
-    def _text(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 @torch.inference_mode()
 def decode(
     loaded: LoadedModel,
@@ -140,7 +116,7 @@ def _decode(
     rows = len(branches)
     cache: Cache = _TailCache(prefix.tokens)
     ends = torch.tensor(facts.eos_token_ids, device=model.device, dtype=torch.int64)
-    stops = _StopStrings(loaded.tokenizer, stop_strings, prefix.token_ids, rows) if stop_strings else None
+    stops = StopStrings(loaded.tokenizer, stop_strings, prefix.token_ids, rows) if stop_strings else None
     current = torch.full((rows, 1), prefix.token_ids[-1], device=model.device)
     tokens: list[Tensor] = []
     lengths = [max_new_tokens] * rows
@@ -177,7 +153,7 @@ def _decode(
                 lengths[row] = step if unusable else step + 1
                 counts = batch.counts.lists() if counts is None else counts
                 reads = counted[row] = _counts(batch, counts, row, step + 1)
-                impossible = None if unusable else _impossible_reads(batch.branches[row], reads)
+                impossible = None if unusable else impossible_reads(batch.branches[row], reads)
                 if impossible is not None:
                     finish[row], errors[row] = "error", impossible
         if progress is not None:
@@ -192,7 +168,7 @@ def _decode(
     return [result for result in results if result is not None]
 
 
-def _impossible_reads(branch: Branch, counts: dict[str, Any]) -> str | None:
+def impossible_reads(branch: Branch, counts: dict[str, Any]) -> str | None:
     """What cannot be about the reads that a branch's method reports; None where all is well."""
     bits, declared = counts["bits"], counts["declared_bits"]
     if bits is None:

@@ -30,12 +30,14 @@ class MemoryEstimate:
         stores: What the methods scan, in all layers, built once and shared.
         tails: K/V of the branches' own tokens.
         work: Intermediate results of one layer, in the prefill or in a decode step, whichever is larger.
+        pinned: Host memory that the host-resident runtime pins beside a GPU's; no part of the total.
     """
 
     prefix: int
     stores: int
     tails: int
     work: int
+    pinned: int = 0
 
     @property
     def total(self) -> int:
@@ -48,7 +50,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         parts = (("prefix", self.prefix), ("stores", self.stores), ("decode tails", self.tails), ("work space", self.work))
-        return f"{gib(self.total)} (" + ", ".join(f"{name} {gib(size)}" for name, size in parts) + ")"
+        pinned = f" and {gib(self.pinned)} of host memory" if self.pinned else ""
+        return f"{gib(self.total)} (" + ", ".join(f"{name} {gib(size)}" for name, size in parts) + f"){pinned}"
 
 
 def estimate_memory(facts: ModelFacts, branches: Sequence[Branch], tokens: int, max_new_tokens: int, batch_size: int) -> MemoryEstimate:

@@ -12,6 +12,7 @@ from fathom_eval.decode import BranchResult, decode
 from fathom_eval.methods import MethodSpec
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.observations import needed_observations
+from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, runtime_of
 from fathom_eval.prefill import prefill
 from fathom_eval.run import Run, record_key
 from fathom_eval.scoring import hits
@@ -33,8 +34,12 @@ class Unit:
     branches: tuple[Branch, ...]
 
 
-def run_identity(facts: ModelFacts, builder: SampleBuilder) -> dict[str, Any]:
-    """Everything that can change a number of this run, apart from what each record carries itself."""
+def run_identity(facts: ModelFacts, builder: SampleBuilder, runtime: str | None = None) -> dict[str, Any]:
+    """Everything that can change a number of this run, apart from what each record carries itself.
+
+    Args:
+        runtime: Where the index lies of the runtime that decodes what it can; None for lock-step decoding alone.
+    """
     return {
         "protocol": PROTOCOL,
         "model": facts.model_fingerprint,
@@ -43,6 +48,7 @@ def run_identity(facts: ModelFacts, builder: SampleBuilder) -> dict[str, Any]:
         "device": facts.device.split(":")[0],
         "end_tokens": list(facts.eos_token_ids),
         **builder.identity,
+        **({} if runtime is None else {"runtime": runtime}),
     }
 
 
@@ -74,32 +80,38 @@ def evaluate(
     units: Sequence[Unit],
     batch_size: int,
     *,
+    runtime: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Measure units one by one.
 
     Args:
         batch_size: The most branches that are decoded in one batch; all of them still share one prefill.
+        runtime: Decode what the host-resident runtime has a step for by it, with its index there; see :mod:`fathom_eval.offload.branches`.
         say: Takes a line for every batch that memory made smaller.
 
     Yields:
         The records of each sample, to be written together.
 
     Raises:
-        UserError: The prefill of a sample does not fit into memory.
+        UserError: The prefill of a sample does not fit into memory, or the runtime does not compute the model.
     """
-    batches = Batches(batch_size, say)
+    batches, stepper = Batches(batch_size, say), runtime_of(loaded, runtime)
     for unit in units:
-        yield _measure(loaded, builder, unit, batches)
+        yield _measure(loaded, builder, unit, batches, stepper)
 
 
-def _measure(loaded: LoadedModel, builder: SampleBuilder, unit: Unit, batches: Batches) -> list[dict[str, Any]]:
+def _measure(
+    loaded: LoadedModel, builder: SampleBuilder, unit: Unit, batches: Batches, runtime: RuntimeDecoder | None
+) -> list[dict[str, Any]]:
     sample = builder.build(unit.task, unit.context, unit.index)
     with memory_for(f"the prefill of {len(sample.prompt_ids):,} tokens on {loaded.facts.place}"):
         observations = needed_observations((branch.spec.method for branch in unit.branches), loaded.facts)
         prefix = prefill(loaded, sample.prompt_ids, observations=observations)
-    results = batches.decode(lambda part: decode(loaded, prefix, part, sample.max_new_tokens), unit.branches)
-    return [_record(loaded, unit, sample, result, seconds) for result, seconds in results]
+    most = sample.max_new_tokens
+    results = decode_all(runtime, batches, lambda part: decode(loaded, prefix, part, most), prefix, unit.branches, most)
+    place = None if runtime is None else runtime.index
+    return [_record(loaded, unit, sample, result, seconds, place) for result, seconds in results]
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,7 @@ class RulerWork:
     decoys: int
     chat_template: bool
     batch_size: int
+    runtime: str | None = None
 
     def builder(self, loaded: LoadedModel) -> SampleBuilder:
         """The builder of the samples."""
@@ -121,18 +134,19 @@ class RulerWork:
         """See :class:`fathom_eval.workers.Work`."""
         builder, notes = self.builder(loaded), list[str]()
         batches = Batches(self.batch_size, notes.append)
+        runtime = runtime_of(loaded, self.runtime)
 
         def measure(unit: Unit) -> Measured:
             notes.clear()
-            return Measured(_measure(loaded, builder, unit, batches), tuple(notes))
+            return Measured(_measure(loaded, builder, unit, batches, runtime), tuple(notes))
 
         return measure
 
 
-def failed_records(loaded: LoadedModel, builder: SampleBuilder, unit: Unit, reason: str) -> list[dict[str, Any]]:
+def failed_records(loaded: LoadedModel, builder: SampleBuilder, runtime: str | None, unit: Unit, reason: str) -> list[dict[str, Any]]:
     """The records of a unit that could not be measured."""
     sample = builder.build(unit.task, unit.context, unit.index)
-    return [_record(loaded, unit, sample, unmeasured(branch, reason), 0.0) for branch in unit.branches]
+    return [_record(loaded, unit, sample, unmeasured(branch, reason), 0.0, runtime) for branch in unit.branches]
 
 
 def _identity(task: str, context: int, index: int, branch: Branch) -> dict[str, Any]:
@@ -149,7 +163,7 @@ def _identity(task: str, context: int, index: int, branch: Branch) -> dict[str, 
     }
 
 
-def _record(loaded: LoadedModel, unit: Unit, sample: Sample, result: BranchResult, seconds: float) -> dict[str, Any]:
+def _record(loaded: LoadedModel, unit: Unit, sample: Sample, result: BranchResult, seconds: float, runtime: str | None) -> dict[str, Any]:
     spec = result.branch.spec
     generation = loaded.tokenizer.decode(result.token_ids, skip_special_tokens=True)
     found = hits(generation, sample.gold)
@@ -177,6 +191,7 @@ def _record(loaded: LoadedModel, unit: Unit, sample: Sample, result: BranchResul
         "fired": result.fired,
         "steps": result.steps,
         "seconds": seconds,
+        **decoded_by(runtime, spec, loaded.facts),
     }
 
 

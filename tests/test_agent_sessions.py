@@ -168,6 +168,36 @@ def test_order_and_batches_do_not_matter(arguments: Callable[..., list[str]], tm
         ]
 
 
+@pytest.mark.parametrize("index", ["host", "hbm"])
+def test_the_timed_step_gives_the_records_of_lock_step_decoding(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], index: str
+) -> None:
+    methods = {"methods": f"{METHODS},quest,sparq:rerank=2"}
+    assert main(arguments(**methods)) == 0
+    capsys.readouterr()
+    assert main(arguments(output=tmp_path / "step", runtime=index, **methods)) == 0
+    assert "decoded in lock-step: dense, exact, quest" in capsys.readouterr().out
+    one, other = by_branch(tmp_path / "run"), by_branch(tmp_path / "step")
+    assert one.keys() == other.keys()
+    timed = ("seconds", "prefill_seconds", "memory")
+    for key, record in other.items():
+        assert record.pop("decoded_by") == ("lock-step" if record["method"] in ("dense", "exact", "quest") else "runtime")
+        assert {name: value for name, value in record.items() if name not in timed} == {
+            name: value for name, value in one[key].items() if name not in timed
+        }
+        # Only what is decoded in lock-step has its stores in the prefix.
+        memory = record["memory"]
+        assert memory["held_bytes"] == pytest.approx(memory["estimated_held_bytes"], rel=0.02)
+        assert memory["held_bytes"] < one[key]["memory"]["held_bytes"]
+    assert main(arguments(output=tmp_path / "step", **methods)) == 2
+    assert "runtime" in capsys.readouterr().err
+    # An added method is compared with the steps that are there.
+    assert main(arguments(output=tmp_path / "step", runtime=index, methods=f"{methods['methods']},loki")) == 0
+    added = by_branch(tmp_path / "step")[0, parse_method("loki").label, 400]
+    assert added["decoded_by"] == "runtime"
+    assert added["score"] == step_agreement(one[0, "exact", 400]["generation"], added["generation"])
+
+
 def data_of(loaded: Any, trajectories: Path, **changes: Any) -> SessionData:
     settings = SourceSettings(str(trajectories), "auto", sessions=9, low=500, high=700)
     return prepare_sessions(loaded, dataclasses.replace(settings, **changes))
@@ -450,6 +480,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"baseline": "loki"}, "the baseline 'loki' is not measured"),
     ({"trajectories": None, "trajectories_revision": "main"}, "--trajectories-revision goes with"),
     ({"rope_scaling": "linear:4"}, "unknown rope scaling"),
+    ({"runtime": "gpu"}, "--runtime gpu: the index lies in 'host' or in 'hbm'"),
 ]
 
 

@@ -106,6 +106,50 @@ def test_methods_and_batches_in_another_order_give_the_same_results(arguments: C
     assert results(tmp_path / "run") == results(tmp_path / "other")
 
 
+@pytest.mark.parametrize("index", ["host", "hbm"])
+def test_the_timed_step_gives_the_records_of_lock_step_decoding(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], index: str
+) -> None:
+    changes = {"methods": f"{METHODS},quest,fathom:rerank=2:attend=union", "k": "64,80", "limit": 1}
+    assert main(arguments(**changes)) == 0
+    assert "timed step" not in capsys.readouterr().out
+    assert main(arguments(output=tmp_path / "step", runtime=index, **changes)) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decoded by the timed step")]
+    assert line.endswith("decoded in lock-step: dense, exact, quest page=16")
+    own = ("seconds", "decoded_by")
+
+    def by_branch(folder: Path) -> dict[Any, dict[str, Any]]:
+        return {(r["task"], r["label"], r["k"]): {name: value for name, value in r.items() if name not in own} for r in records(folder)}
+
+    assert by_branch(tmp_path / "step") == by_branch(tmp_path / "run")
+    assert all("decoded_by" not in record for record in records(tmp_path / "run"))
+    for record in records(tmp_path / "step"):
+        assert record["decoded_by"] == ("lock-step" if record["method"] in ("dense", "exact", "quest") else "runtime")
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("run", "step")]
+    assert "runtime" not in manifests[0]["identity"]
+    assert manifests[1]["identity"] == {**manifests[0]["identity"], "runtime": index}
+    assert (tmp_path / "step" / "report" / "report.html").exists()
+
+    # Neither resumes the other, nor a run with its index elsewhere.
+    other = "hbm" if index == "host" else "host"
+    for folder, more in (("run", {"runtime": index}), ("step", {}), ("step", {"runtime": other})):
+        assert main(arguments(output=tmp_path / folder, **more, **changes)) == 2
+        assert "runtime" in capsys.readouterr().err
+    assert main(arguments(output=tmp_path / "step", runtime=index, **{**changes, "limit": 2})) == 0
+    assert len(records(tmp_path / "step")) == 2 * len(records(tmp_path / "run"))
+
+
+def test_a_model_that_the_runtime_does_not_compute_is_refused_before_any_prefill(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ruler_module, "prefill", lambda *_: pytest.fail("a prefill was started"))
+    folder = save_tiny(tmp_path / "mistral", "mistral", sliding_window=None)
+    assert main(arguments(model=folder, runtime="hbm")) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "computes llama, qwen2, qwen3 models, not 'mistral'" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(
     arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +202,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"methods": "sparq:r=D/7"}, "head_dim 16 is not a multiple of 7"),
     ({"methods": "sparq:dense_layers=5"}, "dense layer 5 is not in 0..1"),
     ({"device": "tpu"}, "tpu"),
+    ({"runtime": "disk"}, "--runtime disk: the index lies in 'host' or in 'hbm'"),
     ({"dtype": "int4"}, "int4"),
     ({"decoys": "-1"}, "--decoys -1 must be at least 0"),
     ({"k": "9" * 5000}, "is not a whole number from 1 to"),
@@ -262,6 +307,6 @@ def test_every_field_of_the_identity_tells_runs_apart(
     for field in sorted(fields):
         capsys.readouterr()
         changed = {field: "other"}
-        monkeypatch.setattr(ruler_module, "run_identity", lambda facts, builder, changed=changed: {**original(facts, builder), **changed})
+        monkeypatch.setattr(ruler_module, "run_identity", lambda *given, changed=changed: {**original(*given), **changed})
         assert main(arguments(methods="dense", tasks="niah_single", limit=1)) == 2
         assert field in capsys.readouterr().err

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
 from fathom_eval.commands.spreading import (
+    add_runtime_argument,
     add_worker_arguments,
+    check_runtime_argument,
     check_workers,
     model_request,
     release_weights,
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-samples", action="store_true", help="keep the prompts under DIR/samples")
     add("--batch_size", dest="batch_size", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--log_samples", dest="log_samples", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_runtime_argument(parser)
     add_worker_arguments(parser)
     add_model_arguments(parser)
     add_output_arguments(parser, "ruler")
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args.limit, "--limit")
     at_least_one(args.batch_size, "--batch-size")
     check_workers(args)
+    check_runtime_argument(args)
     possible = Possible(specs)
     possible.keep(k_values, MethodSpec.check_k, console.say)
     if args.decoys < 0:
@@ -85,11 +89,14 @@ def run(args: argparse.Namespace) -> int:
     check_spec(args.model)  # before a text is waited for
     haystack = load_haystack(_haystack_of_run(args), offline=args.offline, say=console.say)
 
+    from fathom_eval.offload.branches import check_runtime, describe_split
     from fathom_eval.ruler import RulerWork, all_branches, missing_units, run_identity, versions
 
-    work = RulerWork(model_request(args), haystack, args.seed, args.decoys, args.chat_template, args.batch_size)
+    work = RulerWork(model_request(args), haystack, args.seed, args.decoys, args.chat_template, args.batch_size, args.runtime)
     loaded = work.model.load(console.say)
     facts = loaded.facts
+    if args.runtime is not None:
+        check_runtime(loaded, args.runtime)
     possible.keep(k_values, lambda spec, at: spec.check(facts, at), console.say)
     specs = possible.specs
     for line in calibration_warnings([spec.method for spec in specs], contexts, text_sha256=haystack.sha256):
@@ -97,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     builder = work.builder(loaded)
     builder.check(tasks, contexts, facts.max_positions, samples=args.limit)
     branches = all_branches(specs, k_values, facts)
-    identity = run_identity(facts, builder)
+    identity = run_identity(facts, builder, args.runtime)
     path = Path(args.output) if args.output is not None else default_run_path("ruler", facts.name, identity)
     check_free_space(path, len(branches) * args.limit * len(tasks) * len(contexts) * _BYTES_A_RECORD + _BYTES_OF_REPORT)
     details: dict[str, Any] = {
@@ -116,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             "seed": args.seed,
             "decoys": args.decoys,
             "chat_template": args.chat_template,
+            **({} if args.runtime is None else {"runtime": args.runtime}),
         },
     }
     with Run.open(path, identity=identity, details=details) as opened:
@@ -128,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
         if everything:
             console.warn(f"k={everything[0]} selects every token of {min(contexts)}: all methods equal dense there")
         _say_plan(console, opened, len(units), len(branches), loaded, details["haystack"]["name"])
+        if args.runtime is not None:
+            console.say(describe_split(specs, facts, args.runtime))
         _measure(console, loaded, builder, opened, units, work, args)
         return _report(console, opened)
 
@@ -148,7 +158,7 @@ def _measure(
     with console.progress(len(units), "samples") as progress:
         if wants_workers(args):
             release_weights(loaded)
-            failed = partial(failed_records, loaded, builder)
+            failed = partial(failed_records, loaded, builder, args.runtime)
             for _, measured in spread_units(args, console, work, loaded.facts, units, failed):
                 opened.append(measured.records)
                 for note in measured.notes:
@@ -156,7 +166,7 @@ def _measure(
                 progress.advance()
             return
         progress.advance(0, note=f"{units[0].task} {units[0].context}")
-        for records in evaluate(loaded, builder, units, args.batch_size, say=console.warn):
+        for records in evaluate(loaded, builder, units, args.batch_size, runtime=args.runtime, say=console.warn):
             opened.append(records)
             following = units[progress.done + 1 : progress.done + 2]
             progress.advance(note=f"{following[0].task} {following[0].context}" if following else "")

@@ -18,7 +18,9 @@ from fathom_eval.commands.sessions_inspect import (
     rendering_choice,
 )
 from fathom_eval.commands.spreading import (
+    add_runtime_argument,
     add_worker_arguments,
+    check_runtime_argument,
     check_workers,
     model_request,
     release_weights,
@@ -47,7 +49,7 @@ _BASELINE = "sparq:r=D/8"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = f"{parser.prog} [options]  |  {parser.prog} inspect FILE [options]"
-    parser.description = f"{HELP}\nWith inspect FILE, instead: what a file of trajectories holds."
+    parser.description = "The next step of agent sessions, by every method from one prefill; inspect FILE: what a file holds."
     parser.formatter_class = _HelpFormatter
     add = parser.add_argument
     add("--model", default="smollm2", help="hub id, local folder, GGUF file, or smollm2 (default)")
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-text", action="store_true", help="keep no generated step either; its token ids stay")
     add("--log-samples", action="store_true", help="keep the prompts under DIR/samples")
     add("--batch-size", type=int, default=64, metavar="N", help="branches decoded in one batch (default: 64)")
+    add_runtime_argument(parser)
     add_worker_arguments(parser)
     add_model_arguments(parser)
     add_output_arguments(parser, "sessions")
@@ -106,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     for value, flag in ((args.sessions, "--sessions"), (args.max_new_tokens, "--max-new-tokens"), (args.batch_size, "--batch-size")):
         at_least_one(value, flag)
     check_workers(args)
+    check_runtime_argument(args)
     if args.no_recorded_text and args.log_samples:
         raise UserError("--log-samples keeps prompts, which are recorded text: leave it out or --no-recorded-text")
     if args.trajectories_revision is not None and args.trajectories is None:
@@ -119,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
     from fathom_eval.agent_sessions import DecodeSettings, SessionWork, missing_units, run_identity, step_branches, with_controls
     from fathom_eval.models import parse_rope_scaling
+    from fathom_eval.offload.branches import check_runtime, describe_split
     from fathom_eval.ruler import versions
     from fathom_eval.run import default_run_path
     from fathom_eval.run_files import check_free_space
@@ -128,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
     request = model_request(args)
     loaded = request.load(console.say)
     facts = loaded.facts
+    if args.runtime is not None:
+        check_runtime(loaded, args.runtime)
     scaling = parse_rope_scaling(args.rope_scaling) if args.rope_scaling else 1
     low, high, why = choose_bounds(args.session_tokens, facts, args.max_new_tokens, is_builtin=args.trajectories is None, scaling=scaling)
     check_k(k_values, low, high, facts)
@@ -145,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     for note in (*data.notes, *calibration_warnings([spec.method for spec in specs], [high], repositories=repositories)):
         console.warn(note)
     branches = step_branches(specs, k_values, facts)
-    identity = run_identity(facts, data, args.max_new_tokens)
+    identity = run_identity(facts, data, args.max_new_tokens, args.runtime)
     path = Path(args.output) if args.output is not None else default_run_path("sessions", facts.name, identity)
     check_free_space(path, len(branches) * len(data.sessions) * _BYTES_A_RECORD + _BYTES_OF_REPORT)
     details = {
@@ -165,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
             "rendering": data.rendering,
             "rope_scaling": args.rope_scaling,
             "seed": args.seed,
+            **({} if args.runtime is None else {"runtime": args.runtime}),
         },
     }
     with Run.open(path, identity=identity, details=details) as opened:
@@ -176,7 +184,10 @@ def run(args: argparse.Namespace) -> int:
             f"{facts.name} ({facts.dtype}, {facts.place}), trajectories: {source.name}; {data.rendering}: "
             f"{len(units)} of {len(data.sessions)} sessions to do, {len(branches)} branches each{kept}"
         )
-        settings = DecodeSettings(args.max_new_tokens, args.batch_size, not args.no_text, not (args.no_text or args.no_recorded_text))
+        if args.runtime is not None:
+            console.say(describe_split(specs, facts, args.runtime))
+        keep = (not args.no_text, not (args.no_text or args.no_recorded_text))
+        settings = DecodeSettings(args.max_new_tokens, args.batch_size, *keep, runtime=args.runtime)
         work = SessionWork(request, dataclasses.replace(data, sessions=[]), settings)
         _measure(console, loaded, data, opened, units, work, args)
         return _report(console, opened)

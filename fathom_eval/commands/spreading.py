@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fathom_eval.commands.arguments import at_least_one
+from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
@@ -23,6 +24,17 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="copies of the model, each in its own process (default: 1)")
     add("--ray", metavar="ADDRESS", help="spread over a Ray cluster: its address, auto, or local")
+
+
+def add_runtime_argument(parser: argparse.ArgumentParser) -> None:
+    """Who decodes."""
+    parser.add_argument("--runtime", metavar="INDEX", help="decode by the step that 'bench step' times; its index: host or hbm")
+
+
+def check_runtime_argument(args: argparse.Namespace) -> None:
+    """Raise UserError for a place where no index lies."""
+    if args.runtime not in (None, "host", "hbm"):
+        raise UserError(f"--runtime {args.runtime}: the index lies in 'host' or in 'hbm'")
 
 
 def check_workers(args: argparse.Namespace) -> None:

@@ -139,7 +139,9 @@ class Arena:
         if self.device.type == "cuda":
             free = free_bytes(self.device)
             if free is not None and device > free:
-                raise UserError(f"an index of {gib(device)} does not fit into the {gib(free)} free on {self.device}: give --index host")
+                raise UserError(
+                    f"an index of {gib(device)} does not fit into the {gib(free)} free on {self.device}: leave it in host memory"
+                )
 
     def grow(self, count: int) -> list[Segment]:
         """``count`` new segments, zeroed where they lie on the device and otherwise unwritten.

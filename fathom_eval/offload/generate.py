@@ -6,6 +6,7 @@ The same prefix, method and k give the same tokens as :func:`fathom_eval.decode.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,16 @@ from fathom_eval.kernels.segments import SEGMENT_BLOCKS
 from fathom_eval.offload.arena import Arena, SegmentShape, segments_for
 from fathom_eval.offload.cache import TieredCache, lanes_of, sealed_tokens
 from fathom_eval.offload.gatherer import RowGatherer, check_gathered
-from fathom_eval.offload.scans import check_spec, scan_of_prefix
+from fathom_eval.offload.scans import Scan, check_spec, scan_of_prefix
 from fathom_eval.offload.step import DecodeStep
-from fathom_eval.offload.weights import weights_of
+from fathom_eval.offload.step_reads import StepReads
+from fathom_eval.offload.weights import DecoderWeights, weights_of
 
 if TYPE_CHECKING:
     from fathom_eval.branches import Branch
-    from fathom_eval.models import LoadedModel
+    from fathom_eval.models import LoadedModel, ModelFacts
     from fathom_eval.prefill import Prefix
+    from fathom_eval.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
@@ -69,30 +72,97 @@ def generate(
         gather_threads: Threads of the CPU that gather rows; by default half of the cores, and no more than eight.
 
     Raises:
-        UserError: The runtime has no step for the method or the model, or the sequence exceeds the model's positions or the memory.
+        UserError: The runtime has no step for the method or the model, the sequence exceeds the model's positions or the memory, or a
+            step gives what is not a number.
     """
     facts, spec = loaded.facts, branch.spec
     check_spec(spec, facts)
-    most = prefix.tokens + 1 + max_new_tokens
-    if most > facts.max_positions:
-        raise UserError(
-            f"{prefix.tokens + 1} prompt tokens and {max_new_tokens} to generate exceed the {facts.max_positions} of {facts.name}"
-        )
+    check_positions(prefix, max_new_tokens, facts)
     assert branch.k is not None
     spec.policy.check(branch.k, spec.label)
     weights = weights_of(loaded, prefix.tokens, max_new_tokens + 1)
-    scan = scan_of_prefix(spec, facts, prefix.layers)
-    blocks = segment_blocks or min(SEGMENT_BLOCKS, max(2, 1 << (-(-most // 64) - 1).bit_length()))
-    shape = SegmentShape(
-        facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), scan.span if scan.span > 1 else 8
+    opened = open_step(
+        weights,
+        facts,
+        prefix,
+        branch,
+        scan_of_prefix(spec, facts, prefix.layers),
+        max_new_tokens,
+        index=index,
+        lanes=lanes,
+        score_dtype=score_dtype,
+        segment_blocks=segment_blocks,
+        rows_by=rows_by,
+        gather_threads=gather_threads,
     )
+    with opened as step:
+        reads = StepReads(step, spec, facts)
+        if graph:
+            step.capture()
+        found = decode_greedily(reads, max_new_tokens, facts.eos_token_ids)
+        if found.problem is not None:
+            raise UserError(found.problem)
+        cache, scan = step.cache, step.scan
+        late = cache.lengths[0] - sealed_tokens(cache.lengths[0], cache.local)
+        scanned = cache.lengths[0] > late
+        rows = step.union_counts.double().mean().item()
+        return Generation(
+            found.token_ids,
+            scan.bits().mean().item() if scanned else 0.0,
+            scan.channels().mean().item() if scanned else 0.0,
+            rows,
+        )
+
+
+def check_positions(prefix: Prefix, max_new_tokens: int, facts: ModelFacts) -> None:
+    """Raise :class:`UserError` where prompt and generation exceed the model's positions."""
+    if prefix.tokens + 1 + max_new_tokens > facts.max_positions:
+        raise UserError(
+            f"{prefix.tokens + 1} prompt tokens and {max_new_tokens} to generate exceed the {facts.max_positions} of {facts.name}"
+        )
+
+
+@contextlib.contextmanager
+def open_step(
+    weights: DecoderWeights,
+    facts: ModelFacts,
+    prefix: Prefix,
+    branch: Branch,
+    scan: Scan,
+    max_new_tokens: int,
+    *,
+    index: str,
+    lanes: int = 1,
+    score_dtype: torch.dtype | None = None,
+    segment_blocks: int | None = None,
+    rows_by: str = "gpu",
+    gather_threads: int | None = None,
+) -> Iterator[DecodeStep]:
+    """A step over a copy of the prefix's K/V in host memory, not captured yet, whose next token is the first after the prompt.
+
+    Leaving it, also by an error, gives all of its memory back.
+
+    Args:
+        scan: The branch's, of this prefix. All others as :func:`generate`'s.
+
+    Raises:
+        UserError: The memory does not suffice, a key cannot be stored, or the CPU cannot gather the rows.
+    """
+    spec = branch.spec
+    assert branch.k is not None
+    most = prefix.tokens + 1 + max_new_tokens
+    shape = segment_shape(facts, scan.store, scan.span, most, prefix.layers[0].keys.dtype, segment_blocks)
     check_gathered(rows_by, shape, lanes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(current(weights.device))
+        if weights.device.type == "cuda":  # a capture that fails leaves its own stream the current one
+            stack.enter_context(torch.cuda.stream(torch.cuda.current_stream(weights.device)))
         arena = stack.enter_context(Arena(shape, weights.device, index))
         gatherer = None if rows_by == "gpu" else stack.enter_context(RowGatherer(weights.device, gather_threads))
-        arena.check(facts.layers * segments_for(most, blocks))
+        arena.check(facts.layers * segments_for(most, shape.blocks))
         cache = TieredCache.allocate(arena, facts.layers, 1, lanes_of(1, facts.kv_heads, lanes), most, spec.policy.local, scan.bases)
+        # Whoever still holds the step holds no segment then, so that their memory can go.
+        stack.callback(cache.layers.clear)
         for number, layer in enumerate(prefix.layers):
             cache.load(number, 0, layer.keys, layer.values)
         cache.set_length(0, prefix.tokens)
@@ -100,22 +170,50 @@ def generate(
         step = DecodeStep(weights, cache, scan, branch.k, spec.policy, score_dtype=score_dtype, rows_by=rows_by, gatherer=gatherer)
         stack.callback(step.release)
         step.token_ids.fill_(prefix.token_ids[-1])
-        if graph:
-            step.capture()
-        tokens: list[int] = []
-        for _ in range(max_new_tokens):
-            step.run()
-            tokens.append(int(step.token_ids[0]))
-            step.check()
-            if tokens[-1] in facts.eos_token_ids:
-                break
-        cache.check_flags()
-        late = cache.lengths[0] - sealed_tokens(cache.lengths[0], cache.local)
-        scanned = cache.lengths[0] > late
-        rows = step.union_counts.double().mean().item()
-        return Generation(
-            tuple(tokens),
-            scan.bits().mean().item() if scanned else 0.0,
-            scan.channels().mean().item() if scanned else 0.0,
-            rows,
-        )
+        yield step
+
+
+def segment_shape(facts: ModelFacts, store: str, span: int, most: int, dtype: torch.dtype, blocks: int | None = None) -> SegmentShape:
+    """The segments of one branch of at most ``most`` tokens.
+
+    Args:
+        store, span: Of the scan.
+        blocks: Of a segment; by default what ``most`` takes, up to :data:`~fathom_eval.kernels.segments.SEGMENT_BLOCKS`.
+    """
+    blocks = blocks or min(SEGMENT_BLOCKS, max(2, 1 << (-(-most // 64) - 1).bit_length()))
+    return SegmentShape(facts.kv_heads, facts.head_dim, blocks, dtype, (store,), span if span > 1 else 8)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A greedy generation.
+
+    Attributes:
+        token_ids: Generated tokens, an end token included; without the token of a step that gave none.
+        finish: ``eos``, ``stop``, ``length`` or ``error``.
+        problem: Why the last step gave no token.
+    """
+
+    token_ids: tuple[int, ...]
+    finish: str
+    problem: str | None = None
+
+
+def decode_greedily(reads: StepReads, max_new_tokens: int, ends: Collection[int], stops: StopStrings | None = None) -> Decoded:
+    """Take steps until a token or the text ends the generation, a step gives no token, or there are enough.
+
+    Raises:
+        UserError: As :meth:`StepReads.run`.
+    """
+    tokens: list[int] = []
+    for _ in range(max_new_tokens):
+        outcome = reads.run()
+        if outcome.problem is not None:
+            return Decoded(tuple(tokens), "error", outcome.problem)
+        tokens.append(outcome.token)
+        stopped = stops is not None and stops.add(tokens[-1:], [True])[0]
+        if outcome.token in ends:
+            return Decoded(tuple(tokens), "eos")
+        if stopped:
+            return Decoded(tuple(tokens), "stop")
+    return Decoded(tuple(tokens), "length")

@@ -273,6 +273,15 @@ def fixed_scan(spec: MethodSpec, facts: ModelFacts) -> Scan:
     return UniformDepth(method.depth)
 
 
+def store_of(spec: MethodSpec) -> tuple[str, int]:
+    """``store`` and ``span`` of a method's scan, before there is a prefix to make it of."""
+    method = spec.method
+    if isinstance(method, Landmark):
+        return Landmarks.store, method.size
+    deep = isinstance(method, Fathom) or (isinstance(method, Thumbnail) and method.depth < 4)
+    return (_PlaneScan if deep else _NibbleScan).store, 1
+
+
 def channels_of(depths: Tensor) -> Tensor:
     """The channels of a fixed plan ``[H, D]`` that are read, int32 ``[H, c]`` ascending."""
     count = int((depths[0] > 0).sum())

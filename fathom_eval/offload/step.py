@@ -82,7 +82,8 @@ class DecodeStep:
         tail_scores: ``[R, H, G, T]``, exact scores of the unsealed tokens there.
         score_scaling: What scores are multiplied by.
         layers: Layers that a step computes.
-        observer: Called with the layer and the work of each lane once it is done, while no graph is captured.
+        observer: Called with the layer and the work of each lane once it is done. Set before :meth:`capture`, its launches become part of
+            the graph: they must be the same in every step.
 
     Raises:
         UserError: More sessions than one step takes, or rows that the CPU cannot gather.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,31 +83,42 @@ class DecoderWeights:
         return total
 
 
-def weights_of(loaded: LoadedModel, first_position: int, positions: int) -> DecoderWeights:
-    """The weights of a loaded model, with rotary angles for ``positions`` positions from ``first_position`` on.
-
-    Raises:
-        UserError: The architecture is not one of :data:`MODEL_TYPES`, or differs from its plain form.
-    """
-    facts, model = loaded.facts, loaded.model
-    config = model.config
+def check_model(loaded: LoadedModel) -> None:
+    """Raise :class:`UserError` for a model whose layers this runtime does not compute."""
+    facts, config = loaded.facts, loaded.model.config
     if facts.model_type not in MODEL_TYPES:
         raise UserError(f"the host-resident runtime computes {', '.join(MODEL_TYPES)} models, not '{facts.model_type}' ({facts.name})")
     if config.hidden_act != "silu":
         raise UserError(f"the host-resident runtime has no activation '{config.hidden_act}' ({facts.name})")
+    for layer in loaded.model.model.layers:
+        for module in (*layer.self_attn.children(), *layer.mlp.children()):
+            if hasattr(module, "in_features") and type(module) is not torch.nn.Linear:
+                raise UserError(f"the host-resident runtime computes plain linear layers, not {type(module).__name__} ({facts.name})")
+
+
+def weights_of(loaded: LoadedModel, first_position: int, positions: int, *, in_place: bool = False) -> DecoderWeights:
+    """The weights of a loaded model, with rotary angles for ``positions`` positions from ``first_position`` on.
+
+    Args:
+        in_place: Let the model's own matrices be the rows of the joined ones (queries, keys and values; gate and up), which otherwise are
+            copies: more than half of a model a second time. The model computes what it did before.
+
+    Raises:
+        UserError: The architecture is not one of :data:`MODEL_TYPES`, or differs from its plain form.
+    """
+    check_model(loaded)
+    facts, model = loaded.facts, loaded.model
     inner = model.model
-    probe = torch.empty(1, device=model.device, dtype=torch.float32)
-    place = torch.arange(first_position, first_position + positions, device=model.device).unsqueeze(0)
-    cosines, sines = (part[0, :, : facts.head_dim // 2].float().contiguous() for part in inner.rotary_emb(probe, place))
+    cosines, sines = _angles(loaded, first_position, positions)
     return DecoderWeights(
         embedding=inner.embed_tokens.weight,
-        layers=[_layer(layer) for layer in inner.layers],
+        layers=[_layer(layer, in_place) for layer in inner.layers],
         norm=inner.norm.weight,
         head=model.lm_head.weight,
         heads=facts.kv_heads,
         group=facts.group,
         head_dim=facts.head_dim,
-        epsilon=config.rms_norm_eps,
+        epsilon=model.config.rms_norm_eps,
         scaling=float(inner.layers[0].self_attn.scaling),
         cosines=cosines,
         sines=sines,
@@ -112,23 +126,48 @@ def weights_of(loaded: LoadedModel, first_position: int, positions: int) -> Deco
     )
 
 
-def _layer(layer: Any) -> LayerWeights:
+def moved_to(weights: DecoderWeights, loaded: LoadedModel, first_position: int, positions: int) -> DecoderWeights:
+    """The same weights with the rotary angles of other positions."""
+    cosines, sines = _angles(loaded, first_position, positions)
+    return dataclasses.replace(weights, cosines=cosines, sines=sines, first_position=first_position)
+
+
+def _angles(loaded: LoadedModel, first_position: int, positions: int) -> tuple[Tensor, Tensor]:
+    model = loaded.model
+    probe = torch.empty(1, device=model.device, dtype=torch.float32)
+    place = torch.arange(first_position, first_position + positions, device=model.device).unsqueeze(0)
+    cosines, sines = (part[0, :, : loaded.facts.head_dim // 2].float().contiguous() for part in model.model.rotary_emb(probe, place))
+    return cosines, sines
+
+
+def _layer(layer: Any, in_place: bool) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return LayerWeights(
         input_norm=layer.input_layernorm.weight,
-        projections=torch.cat([part.weight for part in projections]),
+        projections=_joined(projections, in_place),
         projection_bias=_biases(*projections),
         query_norm=_weight(attention, "q_norm"),
         key_norm=_weight(attention, "k_norm"),
         output=attention.o_proj.weight.contiguous(),
         output_bias=_biases(attention.o_proj),
         post_norm=layer.post_attention_layernorm.weight,
-        gate_and_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_and_up=_joined((mlp.gate_proj, mlp.up_proj), in_place),
         gate_and_up_bias=_biases(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj.weight.contiguous(),
         down_bias=_biases(mlp.down_proj),
     )
+
+
+def _joined(modules: Sequence[Any], in_place: bool) -> Tensor:
+    """The matrices of modules below each other."""
+    matrices = [module.weight.detach() for module in modules]
+    joined = torch.cat(matrices)
+    if in_place:
+        ends = itertools.accumulate((len(matrix) for matrix in matrices), initial=0)
+        for module, (start, stop) in zip(modules, itertools.pairwise(ends), strict=True):
+            module.weight.data = joined[start:stop]
+    return joined
 
 
 def _biases(*modules: Any) -> Tensor | None:

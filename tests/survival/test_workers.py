@@ -167,6 +167,16 @@ def test_two_processes_give_the_records_of_one(kind: str, tmp_path: Path, reques
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ruler", "sessions"])
+def test_two_processes_decode_by_the_timed_step(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    arguments: Arguments = request.getfixturevalue(kind)
+    assert main(arguments("one", runtime="hbm")) == 0
+    assert main(arguments("two", runtime="hbm", workers=2)) == 0
+    assert ordered(tmp_path / "two") == ordered(tmp_path / "one")
+    assert {record["decoded_by"] for record in records(tmp_path / "two")} == {"runtime", "lock-step"}
+
+
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing(
     ruler: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,223 @@
+"""The evaluator's branches, decoded by the host-resident runtime: the step that is timed, whose tokens and reads are then recorded.
+
+Branches that the runtime has no step for, dense attention and the oracle among them, stay with lock-step decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fathom_eval.batches import Batches, unmeasured
+from fathom_eval.decode import BranchResult, impossible_reads
+from fathom_eval.errors import METHOD_ERRORS, UserError
+from fathom_eval.gguf_models import one_line
+from fathom_eval.kernels.pack import BLOCK
+from fathom_eval.memory import MemoryEstimate, estimate_memory
+from fathom_eval.memory_errors import is_out_of_memory
+from fathom_eval.offload.arena import Arena, check_index, release_pinned, segments_for
+from fathom_eval.offload.generate import check_positions, decode_greedily, open_step, segment_shape
+from fathom_eval.offload.scans import check_spec, scan_of_prefix, store_of
+from fathom_eval.offload.step_reads import StepReads
+from fathom_eval.offload.weights import check_model, moved_to, weights_of
+from fathom_eval.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from fathom_eval.branches import Branch
+    from fathom_eval.methods import MethodSpec
+    from fathom_eval.models import LoadedModel, ModelFacts
+    from fathom_eval.prefill import Prefix
+
+_MOST_GROUP = 31
+"""Query heads a KV head that a row's mask has bits for."""
+
+
+class RuntimeDecoder:
+    """Decodes branches one by one with the timed step: one lane, rows by the GPU, scores in fp32 as the evaluator's.
+
+    The model's matrices are joined once, in place. A branch's K/V and index are written to host memory when its turn comes, and given
+    back after it.
+
+    Args:
+        index: Where the scan index lies, ``host`` or ``hbm``.
+
+    Raises:
+        UserError: The runtime does not compute this model.
+    """
+
+    def __init__(self, loaded: LoadedModel, index: str) -> None:
+        check_runtime(loaded, index)
+        self.index = index
+        self.facts = loaded.facts
+        self._loaded = loaded
+        with torch.inference_mode(False), torch.no_grad():
+            self._weights = weights_of(loaded, 0, 1, in_place=True)
+
+    @torch.inference_mode()
+    def decode(
+        self, prefix: Prefix, branch: Branch, max_new_tokens: int, *, stop_strings: tuple[str, ...] = (), graph: bool = True
+    ) -> BranchResult:
+        """Greedily decode one branch. The result means what :func:`fathom_eval.decode.decode`'s does; a failure is a result too.
+
+        Args:
+            graph: Decode from a CUDA graph where there is a GPU.
+
+        Raises:
+            UserError: Prompt and generation exceed the model's positions.
+        """
+        check_positions(prefix, max_new_tokens, self.facts)
+        try:
+            return self._decode(prefix, branch, max_new_tokens, stop_strings, graph)
+        except UserError as error:
+            problem = str(error)
+        except (RuntimeError, MemoryError) as error:
+            lack = _lack_of_memory(error)
+            if lack is None:
+                raise
+            problem = f"out of memory: {one_line(lack, 120)}"
+        # Only here is the failed step gone: the error held its frames, and they its tensors.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            release_pinned()
+        return unmeasured(branch, problem)
+
+    def _decode(self, prefix: Prefix, branch: Branch, max_new_tokens: int, stop_strings: tuple[str, ...], graph: bool) -> BranchResult:
+        loaded, facts, spec = self._loaded, self.facts, branch.spec
+        weights = moved_to(self._weights, loaded, prefix.tokens, max_new_tokens + 1)
+        try:
+            scan = scan_of_prefix(spec, facts, prefix.layers)
+        except METHOD_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            return unmeasured(branch, f"the prefix: {type(error).__name__}: {one_line(error)}")
+        stops = StopStrings(loaded.tokenizer, stop_strings, prefix.token_ids, 1) if stop_strings else None
+        opened = open_step(weights, facts, prefix, branch, scan, max_new_tokens, index=self.index, score_dtype=torch.float32)
+        with opened as step:
+            reads = StepReads(step, spec, facts)
+            if graph:
+                step.capture()
+            found = decode_greedily(reads, max_new_tokens, facts.eos_token_ids, stops)
+            counts = reads.counts()
+        problem = found.problem or impossible_reads(branch, counts)
+        return BranchResult(branch, found.token_ids, found.finish if problem is None else "error", problem, **counts)
+
+
+def _lack_of_memory(error: BaseException | None) -> BaseException | None:
+    """The lack of memory in an error, or in what came before it: a capture that fails ends with an error of its own."""
+    while error is not None and not is_out_of_memory(error):
+        error = error.__context__
+    return error
+
+
+def check_runtime(loaded: LoadedModel, index: str) -> None:
+    """Raise :class:`UserError` where the runtime cannot decode with a model, or for a place where no index lies."""
+    check_index(index)
+    check_model(loaded)
+    facts = loaded.facts
+    if len(facts.devices) > 1:
+        raise UserError(f"the host-resident runtime computes a model on one device, and {facts.name} is spread over {facts.place}")
+    size = facts.head_dim * torch.finfo(getattr(torch, facts.dtype)).bits // 8
+    if size % 16:
+        raise UserError(f"the host-resident runtime fetches rows in pieces of 16 bytes, and a key of {facts.name} has {size}")
+    if facts.group > _MOST_GROUP:
+        raise UserError(f"the host-resident runtime takes up to {_MOST_GROUP} query heads a KV head; {facts.name} has {facts.group}")
+
+
+def has_step(spec: MethodSpec, facts: ModelFacts) -> bool:
+    """Whether the runtime decodes a method; lock-step decoding does otherwise."""
+    try:
+        check_spec(spec, facts)
+    except UserError:
+        return False
+    return True
+
+
+def decoded_by(runtime: str | None, spec: MethodSpec, facts: ModelFacts) -> dict[str, Any]:
+    """What a record says of who decoded it: nothing in a run without the runtime."""
+    return {} if runtime is None else {"decoded_by": "runtime" if has_step(spec, facts) else "lock-step"}
+
+
+def describe_split(specs: Iterable[MethodSpec], facts: ModelFacts, index: str) -> str:
+    """Which methods the runtime decodes and which lock-step decoding does, in one line."""
+    ours, others = list[str](), list[str]()
+    for spec in specs:
+        (ours if has_step(spec, facts) else others).append(spec.label)
+    where = "host memory" if index == "host" else "HBM"
+    place = f"rows in host memory, index in {where}" if facts.device.startswith("cuda") else "all in the memory of the CPU"
+    return f"decoded by the timed step ({place}): {_listed(ours)}; decoded in lock-step: {_listed(others)}"
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return "; ".join(labels) if any("," in label for label in labels) else ", ".join(labels) or "none"
+
+
+def runtime_of(loaded: LoadedModel, index: str | None) -> RuntimeDecoder | None:
+    """The runtime of a run, None where lock-step decoding is asked for alone. Raises UserError as :class:`RuntimeDecoder` does."""
+    return None if index is None else RuntimeDecoder(loaded, index)
+
+
+def decode_all(
+    runtime: RuntimeDecoder | None,
+    batches: Batches,
+    lock_step: Callable[[Sequence[Branch]], list[BranchResult]],
+    prefix: Prefix,
+    branches: Sequence[Branch],
+    max_new_tokens: int,
+    *,
+    stop_strings: tuple[str, ...] = (),
+) -> list[tuple[BranchResult, float]]:
+    """Decode branches: those that the runtime has a step for by it, the others in lock-step.
+
+    Args:
+        lock_step: Decodes one batch of branches.
+
+    Returns:
+        Results in the order of ``branches``, each with its seconds, or its share of its batch's.
+    """
+    if runtime is None:
+        return batches.decode(lock_step, branches)
+    stepped, rest = list[int](), list[int]()
+    for at, branch in enumerate(branches):
+        (stepped if has_step(branch.spec, runtime.facts) else rest).append(at)
+    found = dict(zip(rest, batches.decode(lock_step, [branches[at] for at in rest]), strict=True))
+    for at in stepped:
+        began = time.perf_counter()
+        result = runtime.decode(prefix, branches[at], max_new_tokens, stop_strings=stop_strings)
+        found[at] = result, time.perf_counter() - began
+    return [found[at] for at in range(len(branches))]
+
+
+def estimate_split(
+    facts: ModelFacts, branches: Sequence[Branch], tokens: int, max_new_tokens: int, batch_size: int, index: str | None
+) -> MemoryEstimate:
+    """:func:`~fathom_eval.memory.estimate_memory` where the runtime decodes what it has a step for.
+
+    It builds no stores in the prefix and holds one branch at a time: on a GPU the index, if it is to lie there, and the step's buffers,
+    with K/V rows in pinned memory; on a CPU all of it in the same memory.
+    """
+    stepped = [branch for branch in branches if index is not None and has_step(branch.spec, facts)]
+    estimate = estimate_memory(facts, [branch for branch in branches if branch not in stepped], tokens, max_new_tokens, batch_size)
+    work, pinned, device = estimate.work, 0, torch.device(facts.device)
+    for branch in stepped:
+        host, held = _bytes_of(branch, facts, tokens + 1 + max_new_tokens, device, index or "host")
+        work = max(work, held + (host if device.type == "cpu" else 0))
+        pinned = max(pinned, host if device.type != "cpu" else 0)
+    return dataclasses.replace(estimate, work=work, pinned=pinned)
+
+
+def _bytes_of(branch: Branch, facts: ModelFacts, most: int, device: torch.device, index: str) -> tuple[int, int]:
+    """Host and device bytes of one branch of at most ``most`` tokens, as :class:`Arena` counts them; its buffers are the device's."""
+    policy, dtype = branch.spec.policy, getattr(torch, facts.dtype)
+    store, span = store_of(branch.spec)
+    shape = segment_shape(facts, store, span, most, dtype)
+    count = segments_for(most, shape.blocks)
+    host, held = Arena(shape, device, index).estimate(facts.layers * count)
+    candidates = int(((branch.k or 0) - policy.sink - policy.local) * policy.rerank)
+    slots = facts.group * candidates + policy.sink + policy.local
+    scores = facts.query_heads * count * shape.blocks * (BLOCK // span + 1) * 4
+    rows = 2 * facts.kv_heads * slots * facts.head_dim * dtype.itemsize
+    return host, held + scores + rows
