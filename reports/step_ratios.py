@@ -18,6 +18,7 @@ from fathom_eval.reports.timing_steps import (
     MOST_METHODS,
     Turns,
     is_48_bit,
+    legend_of_mark,
     method_of,
     overlaps,
     quotient,
@@ -53,7 +54,7 @@ class _Cell:
     def entries(self, names: Sequence[str]) -> list[Entry]:
         # Of a method's several steps the fastest, which stands first.
         others = {method_of(step): ratio(step, self.turns.own) for step in reversed(self.turns.others)}
-        return [entry(others.get(name), 2, mark="" if self.turns.together else APART) for name in names]
+        return [entry(others.get(name), 2, mark=APART if self.turns.apart else "") for name in names]
 
 
 def ratio_block(source: TimingSource, anchor: str) -> Block | None:
@@ -74,22 +75,20 @@ def ratio_block(source: TimingSource, anchor: str) -> Block | None:
 
 def _cells(source: TimingSource, place: Place, context: int) -> list[_Cell]:
     found = source.turns(place, context)
-    several = sum(turns.together for turns in found) > 1
+    several = sum(not turns.apart for turns in found) > 1
     cells = []
     for turns in found:
         label = method_of(turns.own)
         remarks = [f"against {label}"] if label != source.reads[0] else []
-        remarks += [f"round {printable(turns.own.get('round'))}"] if several and turns.together else []
-        remarks += [] if turns.together else ["timed in another round"]
+        remarks += [f"round {printable(turns.own.get('round'))}"] if several and not turns.apart else []
+        remarks += [turns.apart] if turns.apart else []
         cells.append(_Cell(place, context, turns, tuple(remarks)))
     return cells
 
 
 def _legend(source: TimingSource, cells: Sequence[_Cell], about: str) -> str:
     others = ", or of the read that a setting names" if any(method_of(cell.turns.own) != source.reads[0] for cell in cells) else ""
-    apart = (
-        "" if all(cell.turns.together for cell in cells) else f"; {APART} timed in another round than the reference, not in turn with it"
-    )
+    apart = legend_of_mark((cell.turns.apart for cell in cells), "the reference")
     return f"÷: a method's GPU time over that of {source.reads[0]}{others}{about}{apart}"
 
 
@@ -118,7 +117,7 @@ def _by_method(source: TimingSource, cells: Sequence[_Cell], names: Sequence[str
         name = "step-ratios" if len(groups) == 1 else f"step-ratios-{index}"
         title = _TITLE if len(groups) == 1 else f"Against Fathom's read, {here[0]}"
         tables.append(Table(name, title, where, (Column("method"), Column("scan bits"), *columns), tuple(rows), _legend(source, group, "")))
-    return [*tables, _own_table(source, [cell for cell in cells if cell.turns.together])]
+    return [*tables, _own_table(source, [cell for cell in cells if not cell.turns.apart])]
 
 
 def _own_table(source: TimingSource, cells: Sequence[_Cell]) -> Table:
@@ -134,7 +133,7 @@ def _where(cell: _Cell) -> tuple[Entry, Entry]:
 
 def _own(cell: _Cell) -> list[Entry]:
     """What the columns of the reference's own step say; nothing again where its steps are others of another round."""
-    own = cell.turns.own if cell.turns.together else {}
+    own = {} if cell.turns.apart else cell.turns.own
     parts, layers = own.get("parts_ms"), value(own, "layers")
     top = value(parts, "top_k") if isinstance(parts, Mapping) and not overlaps(own) else None
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ BUDGET = 48
 MOST_METHODS = 12
 """So many methods beside the reference are columns of a table and are told one by one in a sentence; more of them are neither."""
 APART = "†"
-"""Stands beside a ratio of two steps that did not take turns."""
+"""Stands beside a ratio of two steps that did not take turns, or may not have."""
+OTHER_ROUND, UNKNOWN_ROUND = "timed in another round", "round not recorded"
+"""Why steps are not known to have taken turns with the read that they are set against."""
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 
 
@@ -27,30 +29,51 @@ class Turns:
     Attributes:
         own: That read.
         others: The rest, none of them void.
-        together: Whether all were timed in one round, in turn; a ratio of two rounds also has what changed between them.
+        apart: Empty where all were timed in one round, in turn, else why that is not so; a ratio of two rounds also has what changed
+            between them.
     """
 
     own: Step
     others: Sequence[Step]
-    together: bool
+    apart: str = ""
+
+
+def in_turn(one: Step, other: Step) -> bool:
+    """Whether two steps took turns in one round, or are one and the same; of a step whose round is not recorded that is not known."""
+    return one is other or (one.get("round") is not None and one["round"] == other.get("round"))
 
 
 def turns_of(steps: Sequence[Step], reads: Sequence[str]) -> list[Turns]:
     """The steps of one setting and context by what they are set against; empty where Fathom has no read among them.
 
     The reference is the first of ``reads`` that was timed there. Where several rounds timed it, each step is set against that of its own
-    round; steps of a round without it come last, against the first.
+    round; steps of a round without it come last, against the first, and after them those whose round is not recorded.
     """
     label = next((label for label in reads if any(method_of(step) == label for step in steps)), None)
-    own: dict[str, Step] = {}
+    timed = [step for step in steps if method_of(step) == label]
+    if not timed:
+        return []
+    own: list[Step] = []
+    for step in timed:
+        if step.get("round") is not None and not any(in_turn(step, read) for read in own):
+            own.append(step)
+    own = own or timed[:1]
+    found = [Turns(read, [step for step in steps if step is not read and in_turn(step, read)]) for read in own]
+    rest: dict[str, list[Step]] = {OTHER_ROUND: [], UNKNOWN_ROUND: []}
     for step in steps:
-        if method_of(step) == label:
-            own.setdefault(_round(step), step)
-    found = [
-        Turns(read, [step for step in steps if step is not read and _round(step) == where], together=True) for where, read in own.items()
-    ]
-    apart = [step for step in steps if _round(step) not in own]
-    return [*found, Turns(found[0].own, apart, together=False)] if found and apart else found
+        if not any(in_turn(step, read) for read in own):
+            known = step.get("round") is not None and own[0].get("round") is not None
+            rest[OTHER_ROUND if known else UNKNOWN_ROUND].append(step)
+    return [*found, *(Turns(own[0], others, apart) for apart, others in rest.items() if others)]
+
+
+def legend_of_mark(ways: Iterable[str], reference: str) -> str:
+    """What the mark beside a multiple of ``reference`` means, by the ways in which the table's steps are apart from it."""
+    found = set(ways)
+    if OTHER_ROUND in found:
+        unknown = ", or in one that is not recorded" if UNKNOWN_ROUND in found else ""
+        return f"; {APART} timed in another round than {reference}, not in turn with it{unknown}"
+    return f"; {APART} not known to have taken turns with {reference}, since no round is recorded" if UNKNOWN_ROUND in found else ""
 
 
 def reads_of(steps: Sequence[Step]) -> list[str]:
@@ -84,10 +107,6 @@ def ratio(step: Step, own: Step) -> float | None:
         return None
     time, base = time_of(step), time_of(own)
     return time / base if time is not None and base else None
-
-
-def _round(step: Step) -> str:
-    return printable(step.get("round"))
 
 
 def method_of(step: Step) -> str:

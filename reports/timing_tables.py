@@ -8,7 +8,19 @@ from collections.abc import Mapping, Sequence
 from fathom_eval.console import printable
 from fathom_eval.reports.document import Column, Entry, Row, Table, entry
 from fathom_eval.reports.timing_source import Place, TimingSource, contexts_of
-from fathom_eval.reports.timing_steps import APART, Step, aliased_layers, method_of, overlaps, quotient, ratio, value, void_reason
+from fathom_eval.reports.timing_steps import (
+    APART,
+    OTHER_ROUND,
+    Step,
+    aliased_layers,
+    legend_of_mark,
+    method_of,
+    overlaps,
+    quotient,
+    ratio,
+    value,
+    void_reason,
+)
 from fathom_eval.reports.timing_words import absent
 from fathom_eval.reports.wording import join, number, significant
 
@@ -26,19 +38,18 @@ def step_table(source: TimingSource, stem: str, place: Place, where: str) -> Tab
     columns = (Column("method"), *(Column(title, "10th to 90th percentile" if title == "wall ms" else "") for title in _TITLES))
     columns = (*columns, Column("notes", text=True))
     found = {context: source.turns(place, context) for context in contexts_of(steps)}
-    own = {id(step): (turns.own, turns.together) for each in found.values() for turns in each for step in turns.others}
-    own |= {id(turns.own): (turns.own, True) for each in found.values() for turns in each}
+    own = {id(step): (turns.own, turns.apart) for each in found.values() for turns in each for step in turns.others}
+    own |= {id(turns.own): (turns.own, "") for each in found.values() for turns in each}
     synthetic = all(step.get("synthetic") for step in steps)
     rows = []
     for step in steps:
-        reference, together = own.get(id(step), (None, True))
-        notes = [*([] if together else ["another round than Fathom's read"]), *_notes(step, synthetic=not synthetic)]
-        rows.append(Row(_entries(step, reference, "" if together else APART, notes), control=bool(step.get("void"))))
+        reference, apart = own.get(id(step), (None, ""))
+        notes = [*(["another round than Fathom's read"] if apart == OTHER_ROUND else []), *_notes(step, synthetic=not synthetic)]
+        rows.append(Row(_entries(step, reference, APART if apart else "", notes), control=bool(step.get("void"))))
     references = list(dict.fromkeys(method_of(turns.own) for each in found.values() for turns in each))
     legend = f"× Fathom: GPU time over that of {' or '.join(references) or 'a read of Fathom'} in the same setting"
     legend += "; void rows are in no figure"
-    apart = any(not together for _, together in own.values())
-    legend += f"; {APART} timed in another round than that read, not in turn with it" if apart else ""
+    legend += legend_of_mark((apart for _, apart in own.values()), "that read")
     links = sorted({number(rate, 1) for step in steps if (rate := value(step, "link_gb_s")) is not None})
     legend += f"; copy rate of the link {join(links)} GB/s" if links else ""
     legend += "; synthetic K/V" if synthetic else ""

@@ -11,6 +11,7 @@ from fathom_eval.reports.timing_steps import (
     APART,
     BUDGET,
     MOST_METHODS,
+    OTHER_ROUND,
     Turns,
     aliased_layers,
     method_of,
@@ -61,11 +62,11 @@ def finding(source: TimingSource, place: Place) -> str:
 
 
 def _compared(turns: list[Turns]) -> str:
-    """The steps that took turns with the reference as multiples of it; of the others, that they did not."""
-    rounds = [one for one in turns if one.together]
+    """The steps that took turns with the reference as multiples of it; of the others, that they did not or may not have."""
+    rounds = [one for one in turns if not one.apart]
     pairs = [(ratio(step, one.own), method_of(step)) for one in rounds for step in one.others]
     ratios = sorted(((amount, label) for amount, label in pairs if amount is not None), key=lambda pair: pair[0])
-    apart = sum(len(one.others) for one in turns if not one.together)
+    apart = [one for one in turns if one.apart]
     of_it = "it" if len(rounds) == 1 else "it in their round"
     text = ""
     if len(ratios) > MOST_METHODS:
@@ -75,8 +76,12 @@ def _compared(turns: list[Turns]) -> str:
     elif ratios:
         others = join([f"{label} {number(amount, 2)}×" for amount, label in ratios])
         text = f" The others {'that took turns with it ' if apart else ''}take, as a multiple of {of_it}: {others}."
-    if apart:
-        text += f" {count(apart, 'step')} of another round did not take turns with it; the tables mark their multiples {APART}."
+    for one in apart:
+        amount_of = count(len(one.others), "step")
+        lost = f"{amount_of} of another round did not take turns with it"
+        if one.apart != OTHER_ROUND:
+            lost = f"Whether {amount_of} took turns with it is not recorded"
+        text += f" {lost}; the tables mark their multiples {APART}."
     return text
 
 
@@ -96,11 +101,10 @@ def remarks(source: TimingSource) -> list[Remark]:
         found.append(Remark(f"{count(len(void), 'step')} void, in no figure and no ratio{because}.", grave=True))
     if any(aliased_layers(step) for step in source.steps):
         found.append(Remark("In some steps layers share buffers because host memory did not hold them all; their rows say so."))
-    ratios = [(value(step, "wall_ms") or 0) / (value(step, "gpu_ms") or math.inf) for step in valid(source.steps) if value(step, "wall_ms")]
+    ratios = sorted(ratio for step in valid(source.steps) if (ratio := quotient(step, "wall_ms", "gpu_ms")) is not None)
     if ratios:
-        found.append(
-            Remark(f"Wall-clock is {' to '.join(sorted({number(ratio, 2) for ratio in (min(ratios), max(ratios))}))} times GPU time.")
-        )
+        span = dict.fromkeys(number(ratio, 2) for ratio in (ratios[0], ratios[-1]))
+        found.append(Remark(f"Wall-clock is {' to '.join(span)} times GPU time."))
     if source.run.problems:
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
     return found

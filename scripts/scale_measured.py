@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.scale import SHAPES
-from scripts.scale_records import operations
+from scripts.scale_records import layer_weights, operations
 from scripts.scale_tables import gib, seconds_text, span, table, wrapped
 
 Points = Sequence[tuple[int, float]]
@@ -20,8 +20,9 @@ SEEN = """\
 
 Random weights in the shapes of these models, bfloat16, on one {device} each, torch {torch}: \
 `reports/published/scale-h200/measured.jsonl`. At each length one prefill, then {branches} methods decoding together at k = {k:,}: *one \
-step* is the median of the steps after the first, and the first less that is the time of the stores. Nothing was repeated, so a spread is \
-not known.
+step* is the median of the steps after the first, and the first less that is the time of the stores. *TFLOP/s* counts the operations of \
+attention and of the layers' matrices; an embedding is looked up, and the head sees one token a chunk. Nothing was repeated, so a spread \
+is not known.
 
 {rows}
 
@@ -33,9 +34,12 @@ that is off hardly moves. All points are in them.
 - No session of more than {longest:,} tokens and no model on several GPUs was timed; a copy on several is counted as no slower than one \
 GPU with their memory would be."""
 MARKED = """\
-- **†** is more than {apart} from its fit: {listed}. A first step also compiles kernels that no step before it needed: where \
-it takes seconds longer than at a greater length, that is what was timed, not stores; no time in the tables above this one has it.{step}
+- **†** is more than {apart} from its fit: {listed}.{likely}{step}
 """
+LIKELY = """ \
+What a first step spent is not recorded. Where it took longer than at a greater length, compilation of kernels is likely, since stores \
+grow with the length and a first step may need kernels that none before it did{but}. The fits, and so the tables above this one, hardly \
+have it."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,11 @@ def seen(lines: Sequence[dict[str, Any]], tokens_of_run: int, sums: str) -> str:
     shapes = {line["model"]: line for line in lines if line["kind"] == "model"}
     rows, shares, off, longest = [], [], dict.fromkeys(FITS, 0.0), 0
     marked: dict[str, list[str]] = {kind: [] for kind in FITS}
+    slow: list[tuple[str, int]] = []
     for name, shape in shapes.items():
         points = points_of(lines, name)
+        heads = shape["layers"], shape["query_heads"], shape["kv_heads"], shape["head_dim"]
+        matrices = layer_weights(*heads, SHAPES[name]["hidden_size"], SHAPES[name]["intermediate_size"])
         memory = {line["tokens"]: line for line in lines if line["kind"] == "memory" and line["model"] == name}
         fitted = {kind: fit(points[kind]) for kind, fit in FITS.items()}
         for kind, fit in FITS.items():
@@ -137,16 +144,18 @@ def seen(lines: Sequence[dict[str, Any]], tokens_of_run: int, sums: str) -> str:
                     cells[kind] += " †"
                     times = f"{seconds_text(seconds)} by the clock and {seconds_text(expected)} by the fit"
                     marked[kind].append(f"{kind.replace('step', 'a step')} of {name} at {tokens:,} tokens, {times}")
+                    if kind == "stores" and seconds > max(own)[1]:
+                        slow.append((name, tokens))
             together = held["weights_bytes"] + held["estimated_bytes"]
-            rate = operations(shape["layers"], shape["query_heads"], shape["head_dim"], shape["parameters"], tokens)
-            rate /= dict(points["prefill"])[tokens]
+            rate = operations(shape["layers"], shape["query_heads"], shape["head_dim"], matrices, tokens) / dict(points["prefill"])[tokens]
             sizes = (held["prefix_bytes"] + held["store_bytes"], held["peak_bytes"] or 0, together)
             rows.append([name, f"{tokens:,}", cells["prefill"], f"{rate / 1e12:.0f}", cells["stores"], cells["step"], *map(gib, sizes)])
             shares.append((held["peak_bytes"] or 0) / together)
             longest = max(longest, tokens)
     head = ["model", "tokens", "prefill", "TFLOP/s", "stores", "one step", "prefix and stores, GiB", "at most at once", "estimated"]
     listed = [one for own in marked.values() for one in own]
-    slow = " What made a step differ is not recorded." if marked["step"] else ""
+    likely = LIKELY.format(but=_not_shown(lines, slow)) if slow else ""
+    other = " What made a step differ is not recorded either." if slow else " What made a step differ is not recorded."
     filled = SEEN.format(
         device=device["name"],
         torch=device["torch"],
@@ -155,7 +164,9 @@ def seen(lines: Sequence[dict[str, Any]], tokens_of_run: int, sums: str) -> str:
         rows=table(head, rows),
         further=f"The run's sessions are {tokens_of_run / longest:.3g} times as long as the longest measured. " if longest else "",
         sums=sums,
-        marked=MARKED.format(apart=_percent(APART), listed="; ".join(listed), step=slow) if listed else "",
+        marked=MARKED.format(apart=_percent(APART), listed="; ".join(listed), likely=likely, step=other * bool(marked["step"]))
+        if listed
+        else "",
         **{kind: _percent(share) for kind, share in off.items()},
         low=min(shares),
         high=max(shares),
@@ -163,6 +174,18 @@ def seen(lines: Sequence[dict[str, Any]], tokens_of_run: int, sums: str) -> str:
         longest=longest,
     )
     return "\n".join(line if line.startswith("|") else wrapped(line) for line in filled.splitlines())
+
+
+def _not_shown(lines: Sequence[dict[str, Any]], slow: Sequence[tuple[str, int]]) -> str:
+    """Models whose stores have the shapes of a slow one and took less at that length: what speaks against compilation."""
+    heads = {line["model"]: (line["kv_heads"], line["head_dim"]) for line in lines if line["kind"] == "model"}
+    found: dict[str, None] = {}
+    for name, tokens in slow:
+        for other, own in heads.items():
+            seconds = dict(points_of(lines, other)["stores"]).get(tokens)
+            if own == heads[name] and seconds is not None and (other, tokens) not in slow:
+                found[f"{other}, whose KV heads are as many and as large, took {seconds_text(seconds)} at {tokens:,} tokens"] = None
+    return f"; it is not shown: {'; '.join(found)}" if found else ""
 
 
 def against(lines: Sequence[dict[str, Any]], counted: dict[str, Cost]) -> str:

@@ -28,7 +28,17 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.scale import SHAPES, TWENTY
 from scripts import scale_measured
 from scripts.scale_measured import Cost, measured_costs
-from scripts.scale_records import Rates, extrapolation, operations, prefill_rate, read_lock_step, read_sessions, small_runs, step_factor
+from scripts.scale_records import (
+    Rates,
+    extrapolation,
+    layer_weights,
+    operations,
+    prefill_rate,
+    read_lock_step,
+    read_sessions,
+    small_runs,
+    step_factor,
+)
 from scripts.scale_tables import GIB, HOUR, gib, seconds_text, span, table, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,11 +90,15 @@ class Plan:
     gpu_bytes: int
 
 
+def layers_of(shape: dict[str, Any]) -> int:
+    """Weights of the matrices of all layers."""
+    widths = shape["hidden_size"], shape["intermediate_size"]
+    return layer_weights(shape["layers"], QUERY_HEADS, shape["kv_heads"], HEAD_DIM, *widths)
+
+
 def parameters_of(shape: dict[str, Any]) -> int:
     """Weights of a decoder of this shape, embeddings in and out included."""
-    hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["layers"]
-    attention = hidden * HEAD_DIM * (2 * QUERY_HEADS + 2 * shape["kv_heads"])
-    return int(layers * (attention + 3 * hidden * inner) + 2 * shape["vocab"] * hidden)
+    return int(layers_of(shape) + 2 * shape["vocab"] * shape["hidden_size"])
 
 
 def facts_of(name: str, tokens: int) -> ModelFacts:
@@ -109,13 +123,14 @@ def facts_of(name: str, tokens: int) -> ModelFacts:
 
 def counted_cost(name: str, branches: Sequence[Branch], rates: Rates) -> Cost:
     """Operations of the prefill and the bytes that a step must read at least once, at the given rates."""
-    shape, weights = SHAPES[name], parameters_of(SHAPES[name])
+    shape, weights = SHAPES[name], layers_of(SHAPES[name])
+    head = shape["vocab"] * shape["hidden_size"]
 
     def memory(tokens: int) -> MemoryEstimate:
         return estimate_memory(facts_of(name, tokens), branches, tokens, 1, len(branches))
 
     def step(tokens: int) -> float:
-        reading = (2 * weights + memory(tokens).prefix + memory(tokens).stores) / rates.bytes_a_second
+        reading = (2 * (weights + head) + memory(tokens).prefix + memory(tokens).stores) / rates.bytes_a_second
         return float(max(reading * rates.step_factor, shape["layers"] * rates.host_a_layer))
 
     return Cost(

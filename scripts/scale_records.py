@@ -22,6 +22,8 @@ LOCK_STEP = PUBLISHED / "scale-h200" / "lock-step.json"
 SMALL = ModelFacts("Qwen2.5-Coder-0.5B", "qwen2", 24, 14, 2, 64, False, 131072, (), "bfloat16", "cuda:0", "", "")
 SMALL_PARAMETERS = 494_032_768
 """Of the model of these runs, the embedding, which is also its output, counted once."""
+SMALL_WIDTHS = 896, 4864
+"""Of its hidden state and of its MLPs."""
 
 RUNS = """\
 ## Measured with a small model
@@ -41,8 +43,9 @@ AGAINST = """\
 - **No forecast for larger models:** a session extrapolated from these runs, by what it computes and reads, {against}. A step there does \
 many times what it must read once, and no profile of it is published that would say why."""
 EXTRAPOLATION = """\
-- **The prefill** ran at {prefill} (median of the sessions, all that a prefill does included; the first one compiles). The tables take \
-this rate for larger models too, whose matrices use a GPU better: likely too slow.
+- **The prefill** ran at {prefill} (median of the sessions; operations are those of attention and of the layers' matrices, the time is \
+that of all that a prefill does; the first one likely compiles kernels too). The tables take this rate for larger models too, whose \
+matrices use a GPU better: likely too slow.
 - **A step** took {factor} times as long on the GPU as what it must read at least once takes at {copying}, the copy rate of \
 `reports/published/kernels-h200`; and {host} of the host a layer. The tables take the larger of the two, with the factor of a model with \
 {heads} KV heads of {channels} channels and {branches} branches for models with 8 of 128 and 20 branches: this is an extrapolation.
@@ -100,9 +103,17 @@ class LockStep:
         return self.wall / SMALL.layers
 
 
-def operations(layers: int, query_heads: int, head_dim: int, parameters: int, tokens: int) -> float:
-    """Floating-point operations of a prefill: Q·K and P·V of half of the square each, and two a weight and token."""
-    return float(2 * parameters * tokens + 2 * layers * query_heads * head_dim * tokens**2)
+def layer_weights(layers: int, query_heads: int, kv_heads: int, head_dim: int, hidden: int, inner: int) -> int:
+    """Weights of the layers' matrices: the projections of attention, and the three of a gated MLP."""
+    return layers * hidden * (head_dim * (2 * query_heads + 2 * kv_heads) + 3 * inner)
+
+
+def operations(layers: int, query_heads: int, head_dim: int, weights: int, tokens: int) -> float:
+    """Floating-point operations of a prefill: Q·K and P·V of half of the square each, and two a weight of the layers and token.
+
+    An embedding is looked up, and the head sees one token a chunk: neither counts.
+    """
+    return float(2 * weights * tokens + 2 * layers * query_heads * head_dim * tokens**2)
 
 
 def read_sessions() -> list[Session]:
@@ -142,8 +153,9 @@ def read_lock_step() -> LockStep:
 
 def prefill_rate(sessions: list[Session]) -> float:
     """Operations a second of the median session."""
+    weights = layer_weights(SMALL.layers, SMALL.query_heads, SMALL.kv_heads, SMALL.head_dim, *SMALL_WIDTHS)
     return statistics.median(
-        operations(SMALL.layers, SMALL.query_heads, SMALL.head_dim, SMALL_PARAMETERS, one.tokens) / one.prefill for one in sessions
+        operations(SMALL.layers, SMALL.query_heads, SMALL.head_dim, weights, one.tokens) / one.prefill for one in sessions
     )
 
 

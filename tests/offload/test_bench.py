@@ -335,6 +335,8 @@ def test_a_step_in_a_basis_reads_what_one_in_raw_channels_reads(tmp_path: Path) 
             same = found[one["label"].replace("klt", "raw"), one["rerank"]]
             for name in ("scan_bits", "active_channels", "scan_bytes", "union_rows", "candidate_rows"):
                 assert one[name] == same[name]
+            layers, heads, head_dim = one["layers"], SHAPES["tiny-shape"].kv_heads, one["head_dim"]
+            assert one["weight_bytes"] - same["weight_bytes"] == 4 * layers * heads * head_dim * (head_dim + 1), "its fp32 bases and means"
 
 
 def test_a_basis_is_a_dense_matrix_of_every_layer_and_loki_ranks_by_keys_and_queries() -> None:

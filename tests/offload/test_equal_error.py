@@ -31,7 +31,7 @@ def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None
         fidelity("fathom", "fathom budget=48", 28, 0.13),  # two windows, whose mean is 0.19
         fidelity("fathom", "fathom budget=64", 38, 0.1),
         fidelity("fathom", "fathom budget=32 rerank=2", 19, 0.18, rerank=2.0),
-        fidelity("fathom", "fathom budget=24 basis=klt attend=union", 19, 0.05, basis="klt", attend="union"),
+        fidelity("fathom", "fathom budget=32 basis=klt attend=union", 19, 0.05, basis="klt", attend="union"),
         fidelity("fathom", "fathom budget=64 basis=klt", 38, 0.09, basis="klt"),
         fidelity("sparq", "sparq r=D/8", 34, 0.21),
         fidelity("landmark", "landmark size=8", 128, 0.01),
@@ -132,8 +132,47 @@ def test_times_of_one_round_are_compared_first() -> None:
     faster = [{**own, "round": "b", "gpu_ms": 50.0}, {**base, "round": "c", "gpu_ms": 100.0}]
     assert fathom([*faster, own, base]) == (56, 110, True)
     assert fathom([faster[0], faster[1], base]) == (50, 100, False)
-    assert fathom([faster[0], own, base, {**base, "round": "b", "gpu_ms": 120.0}]) == (50, 120, True)
-    assert fathom([{**own, "round": None}, {**base, "round": None}]) == (56, 110, False)
+    assert fathom([{**own, "round": None}, {**base, "round": None}]) == (56, 110, False), "unknown is not in turn"
+
+
+def test_the_reference_picks_the_round() -> None:
+    def pair(*steps: dict[str, Any]) -> tuple[float, float, bool]:
+        (row,) = (row for row in equal_error(KLT_ERRORS, steps, "double_sparsity c=D/4") if row.basis == "klt")
+        return row.step_ms, row.reference_ms, row.same_round
+
+    own, base = KLT_STEPS[2], KLT_STEPS[0]
+    lucky = [{**own, "round": "b", "gpu_ms": 50.0}, {**base, "round": "b", "gpu_ms": 120.0}]
+    assert pair(own, base, *lucky) == (56, 110, True), "not the round in which the configuration was fast and the reference slow"
+    assert pair(*lucky, base) == (50, 120, True), "only one round timed both"
+    gathered = [{**own, "rows_by": "both", "gpu_ms": 54.0}, {**base, "rows_by": "both", "gpu_ms": 105.0}]
+    assert pair(own, base, gathered[0], *lucky) == (54, 110, True), "either side has its best of that round"
+    assert pair(own, base, gathered[1], *lucky) == (56, 105, True)
+
+
+def test_a_named_budget_or_number_of_channels_must_agree_before_the_bits() -> None:
+    target = fidelity("double_sparsity", "double_sparsity c=D/4", 68, 0.2)
+    base = step("double_sparsity", "double_sparsity c=32", 136, 110)
+
+    def stand_in(one: dict[str, Any], *steps: dict[str, Any]) -> list[str]:
+        return [row.step_label for row in equal_error([target, one], [base, *steps], "double_sparsity c=D/4") if row.label == one["label"]]
+
+    # 28.3 and 30.6 bits of 128 channels: either is within 6 % of 14.7 of 64.
+    between = fidelity("fathom", "fathom budget=26 basis=raw", 14.7, 0.1, basis="raw")
+    near, same = step("fathom", "fathom budget=24 basis=raw", 28.3, 35), step("fathom", "fathom budget=26 basis=raw", 30.6, 37)
+    assert stand_in(between, near) == []
+    assert stand_in(between, near, same) == ["fathom budget=26 basis=raw"]
+    assert stand_in(between, {**near, "label": "fathom 24"}) == ["fathom 24"], "where only one side names a budget, bits decide"
+    # 13 of 64 and 26 of 128 are the same; 25 makes 12 at 64 channels, as 24 does.
+    assert stand_in({**between, "label": "fathom budget=25 basis=raw"}, near) == ["fathom budget=24 basis=raw"]
+    assert stand_in({**between, "label": "fathom budget=30 basis=raw depths=measured"}, near) == ["fathom budget=24 basis=raw"]
+    assert (
+        stand_in({**between, "label": "fathom budget=30 basis=raw depths=measured"}, {**near, "label": "fathom budget=24 depths=measured"})
+        == []
+    )
+    sparq = fidelity("sparq", "sparq r=D/8", 34, 0.1)
+    assert stand_in(sparq, step("sparq", "sparq r=16", 68, 60)) == ["sparq r=16"]
+    assert stand_in(sparq, step("sparq", "sparq r=15", 66, 60)) == []
+    assert stand_in({**sparq, "label": "sparq r=some"}, step("sparq", "sparq r=15", 66, 60)) == ["sparq r=15"]
 
 
 def test_the_command_takes_several_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,7 @@ def timing_records(contexts: Sequence[int] = (32768, 131072, 1048576), indexes: 
                         "index": index,
                         "k": 512,
                         "rerank": 1,
+                        "round": "first",
                         "gpu_ms": gpu,
                         "wall_ms": gpu * 1.02,
                         "wall_ms_p10": gpu * 1.01,

@@ -13,7 +13,7 @@ from fathom_eval.offload.bench.timing import PARTS
 from fathom_eval.reports import build_report
 from fathom_eval.reports.canvas import PALETTE
 from fathom_eval.reports.grids import part_styles
-from fathom_eval.reports.timing_steps import is_48_bit, reads_of, turns_of
+from fathom_eval.reports.timing_steps import in_turn, is_48_bit, reads_of, turns_of
 from tests.reports.made_records import timing_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
 
@@ -144,6 +144,49 @@ def test_ratios_of_steps_that_did_not_take_turns_are_marked(tmp_path: Path) -> N
     assert "channels 32" in told
     assert "landmark" not in told
     assert "1 step of another round did not take turns with it; the tables mark their multiples †." in page.words
+
+
+def test_steps_whose_round_is_not_recorded_are_not_taken_to_be_in_turn(tmp_path: Path) -> None:
+    def unknown(step: dict[str, Any]) -> dict[str, Any]:
+        return {name: found for name, found in step.items() if name != "round"}
+
+    steps = [unknown(record) for record in timing_records((131072,), ("host",))]
+    assert not in_turn(steps[0], steps[1])
+    assert in_turn(steps[0], steps[0])
+    files = build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")
+    words = read_page(files).words
+    assert f"Whether {len(steps) - 1} steps took turns with it is not recorded; the tables mark their multiples †." in words
+    assert "† not known to have taken turns with the reference, since no round is recorded" in words
+    assert "another round" not in words
+    alone, apart = table(files, "step-ratios")
+    assert apart["setting"] == f"{alone['setting']}, round not recorded"
+    assert (alone["landmark ÷ 256 bits"], alone["step ÷ floor"] != "") == ("", True)
+    mixed = [made_step(READS[0], 20.0, "first"), made_step("sparq r=D/8", 30.0, "second"), unknown(made_step("loki r=D/4", 40.0, ""))]
+    mixed.insert(0, unknown(made_step(READS[0], 10.0, "")))
+    assert [(turns.own["gpu_ms"], [step["gpu_ms"] for step in turns.others], turns.apart) for turns in turns_of(mixed, READS)] == [
+        (20.0, [], ""),
+        (20.0, [30.0], "timed in another round"),
+        (20.0, [10.0, 40.0], "round not recorded"),
+    ]
+    words = read_page(build_report([lines(tmp_path / "mixed.jsonl", mixed)], tmp_path / "mixed")).words
+    assert "† timed in another round than the reference, not in turn with it, or in one that is not recorded" in words
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([(10.0, 10.2), (10.0, 10.2)], "Wall-clock is 1.02 times GPU time."),
+        ([(10.0, 100.0), (10.0, 98.0), (None, 5.0), (10.0, None)], "Wall-clock is 9.80 to 10.00 times GPU time."),
+        ([(None, 5.0), (None, 6.0)], ""),
+    ],
+)
+def test_wall_clock_over_gpu_time_is_told_of_steps_that_have_both(
+    times: list[tuple[float | None, float | None]], said: str, tmp_path: Path
+) -> None:
+    steps = [made_step(READS[place], 20.0, "first", gpu_ms=gpu, wall_ms=wall) for place, (gpu, wall) in enumerate(times)]
+    words = read_page(build_report([lines(tmp_path / "steps.jsonl", steps)], tmp_path / "out")).words
+    assert words.count("Wall-clock is") == bool(said)
+    assert said in words
 
 
 def made_step(label: str, gpu: float, turn: str, **changes: Any) -> dict[str, Any]:

@@ -2,27 +2,33 @@
 
 The models of the two runs differ as a rule: errors come from a model that was trained, times from random weights of a larger shape. A
 configuration of the one stands for one of the other where method, rerank and what a head attends to are the same and the bits a token and
-channel agree. Where no step of the same basis was timed, one of the model's own channels stands for it; what turns a query into a basis is
-not in that time then.
+channel agree; so must budgets and numbers of channels that both labels name, as shares of head_dim. Where no step of the same basis was
+timed, one of the model's own channels stands for it; what turns a query into a basis is not in that time then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from fathom_eval.console import csv_safe
 from fathom_eval.errors import UserError, did_you_mean
+from fathom_eval.reports.timing_steps import in_turn
 from fathom_eval.run_files import write_atomically
 
 SAME_BITS = 0.06
-"""Bits a channel may differ by so much, relative: blocks not yet full and the spread of plans over layers move them by a few per cent."""
+"""Bits a channel may differ by so much, relative: blocks not yet full and the spread of plans over layers move them by a few per cent.
+
+Budgets may lie as close to each other, which is why those that are named are compared first.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class EqualError:
         error_head_dim: Of the fidelity run's model.
         step_context, step_index, step_label, step_ms: Of the step that stands for it.
         step_model, step_bits_a_channel: What was timed.
-        reference_ms: Of the reference's fastest step, in the same round where there is one.
+        reference_ms: Of the reference's fastest step; where rounds timed both, of its fastest in these, and ``step_ms`` is of that round.
         ratio: The reference's time over this one's.
         step_basis: Of the scan that was timed, ``raw`` or ``klt``.
         same_round: Whether both steps took turns in one process.
@@ -88,7 +94,9 @@ def equal_error(
 
     Args:
         fidelity: Records of a fidelity run.
-        steps: Records of ``bench step``; those of one session count, each configuration at its fastest, void ones not.
+        steps: Records of ``bench step``; those of one session count, void ones not. Of the rounds that timed a configuration and the
+            reference that one counts in which the reference was fastest, and in it the fastest of either; without such a round the fastest
+            of either anywhere.
         references: Label of the fidelity run's configuration whose error is to be reached, or several.
 
     Raises:
@@ -168,11 +176,13 @@ def _attended(options: Mapping[str, Any]) -> str:
 def _steps_of(configuration: _Configuration, steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The steps that stand for a configuration, all of them of one basis."""
     density = configuration.bits / configuration.head_dim
+    named = _named(configuration.method, configuration.label, configuration.head_dim)
     same = [
         step
         for step in steps
         if (step["method"], float(step["rerank"]), _attended(step.get("options", {})))
         == (configuration.method, configuration.rerank, configuration.attend)
+        and all(named.get(key, share) == share for key, share in _named(step["method"], step["label"], step["head_dim"]).items())
         and math.isclose(step["scan_bits"] / step["head_dim"], density, rel_tol=SAME_BITS)
     ]
     # Where a record does not tell a basis from raw channels (``auto``), the step that does more work is the careful choice.
@@ -190,18 +200,36 @@ def _basis(step: Mapping[str, Any]) -> str:
     return str(step.get("scan_basis", "klt" if turned else "raw"))
 
 
+def _named(method: str, label: str, head_dim: int) -> dict[tuple[str, ...], Fraction]:
+    """What a label says of its reads, over head_dim: the code bits of Fathom's budget, the channels of ``c`` or ``r``.
+
+    A budget that spends its bits in another way, by measured depths or by the ratio of k to the context, is another quantity.
+    """
+    from fathom_eval.methods.base import channel_count  # imports torch
+    from fathom_eval.methods.fathom import scaled_bits
+
+    options = dict(word.split("=", 1) for word in label.split() if "=" in word)
+    found: dict[tuple[str, ...], Fraction] = {}
+    # What is no number of this kind, a plug-in's option of the same name, is left to the bits.
+    with contextlib.suppress(ValueError):
+        if method == "fathom" and "budget" in options:
+            spent = (options.get("depths", ""), options.get("by_ratio", ""))
+            found["budget", *spent] = Fraction(scaled_bits(int(options["budget"]), head_dim), head_dim)
+    for name in {"c", "r"} & options.keys():
+        with contextlib.suppress(UserError):
+            found[name,] = Fraction(channel_count(options[name], head_dim, name), head_dim)
+    return found
+
+
 def _pair(steps: Sequence[Mapping[str, Any]], bases: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The fastest step and the fastest of a reference, from one round where they share any."""
-    in_turn = [
-        (step, min((base for base in bases if _same_round(step, base)), key=_time))
-        for step in steps
-        if any(_same_round(step, base) for base in bases)
-    ]
-    return min(in_turn, key=lambda pair: _time(pair[0]), default=(min(steps, key=_time), min(bases, key=_time)))
+    """A configuration's step and the reference's, in turn where any are.
 
-
-def _same_round(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one is other or (one.get("round") is not None and one["round"] == other.get("round"))
+    The reference picks the round, by its own fastest step there: that is its best, however many rounds the configuration was timed in, and
+    a round in which the configuration happened to be fast, or the reference slow, gains nothing by it.
+    """
+    shared = [base for base in bases if any(in_turn(step, base) for step in steps)]
+    base = min(shared or bases, key=_time)
+    return min((step for step in steps if not shared or in_turn(step, base)), key=_time), base
 
 
 def _time(step: Mapping[str, Any]) -> float:
@@ -248,5 +276,5 @@ def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], tar
         reference_ms=_time(base),
         ratio=_time(base) / _time(step),
         step_basis=_basis(step),
-        same_round=_same_round(step, base),
+        same_round=in_turn(step, base),
     )

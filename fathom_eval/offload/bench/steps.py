@@ -182,7 +182,7 @@ def _traffic(step: DecodeStep, check: StepCheck) -> dict[str, Any]:
     """What the last step moved, of one of the steps that run side by side.
 
     The GPU fetches the keys of what a step reranks and the values of what it attends to, the CPU both of every candidate. Without rerank
-    the two are the same rows.
+    the two are the same rows. Weights are all matrices in GPU memory that a step reads, those that turn queries into a basis too.
     """
     cache, weights = step.cache, step.weights
     row = cache.arena.shape.head_dim * cache.tail.element_size()
@@ -194,6 +194,8 @@ def _traffic(step: DecodeStep, check: StepCheck) -> dict[str, Any]:
         parts += keys + (keys if step.gathered(lane) else attended)
     scan_bytes = (bits.to(sealed.device) * sealed / 8).sum().item()
     fetched = parts * row
+    bases = [layer.basis for layer in cache.layers if layer.basis is not None]
+    turning = sum(part.numel() * part.element_size() for basis in bases for part in (basis.mean, basis.vectors))
     return {
         "scan_bits": bits.mean().item(),
         "active_channels": step.scan.channels().mean().item(),
@@ -203,7 +205,7 @@ def _traffic(step: DecodeStep, check: StepCheck) -> dict[str, Any]:
         "rows_bytes": int(2 * kept * row),
         "fetched_bytes": int(fetched),
         "link_bytes": int(fetched + (scan_bytes if cache.arena.index == "host" else 0)),
-        "weight_bytes": weights.bytes_read,
+        "weight_bytes": weights.bytes_read + turning,
     }
 
 
