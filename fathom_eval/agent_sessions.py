@@ -17,7 +17,7 @@ from fathom_eval.memory import MemoryEstimate, check_memory
 from fathom_eval.methods import MethodSpec, parse_method
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.observations import needed_observations
-from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, estimate_split, runtime_of
+from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, estimate_split, runtime_identity, runtime_of
 from fathom_eval.prefill import prefill
 from fathom_eval.ruler import PROTOCOL as DECODING_PROTOCOL
 from fathom_eval.ruler import all_branches
@@ -119,7 +119,7 @@ def run_identity(facts: ModelFacts, data: SessionData, max_new_tokens: int, runt
         "device": facts.device.split(":")[0],
         "max_new_tokens": max_new_tokens,
         **data.identity,
-        **({} if runtime is None else {"runtime": runtime}),
+        **runtime_identity(runtime, facts),
     }
 
 
@@ -359,7 +359,7 @@ def _record(
         "candidate_rows": result.candidate_rows,
         "fired": result.fired,
         "steps": result.steps,
-        **decoded_by(settings.runtime, spec, loaded.facts),
+        **decoded_by(settings.runtime, branch.branch, loaded.facts),
     }
     if is_dense and not branch.alone and settings.keep_recorded_text:
         record["recorded_step"] = session.target_text

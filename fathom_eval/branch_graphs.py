@@ -7,7 +7,6 @@ replayed. Nothing else changes: a graph holds the very operations that ran witho
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fathom_eval.branch_groups import ScanGroup
+from fathom_eval.captures import recording
 from fathom_eval.gguf_models import one_line
 from fathom_eval.planes import PlaneSpec
 from fathom_eval.reads import Reads
@@ -56,30 +56,16 @@ class Recorder:
             self._pools[device] = torch.cuda.graph_pool_handle()
         graph, side, main = torch.cuda.CUDAGraph(), _side_stream(device), torch.cuda.current_stream(device)
         side.wait_stream(main)
-        # torch.cuda.graph would wait for the device and empty its cache of memory, once a layer.
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
-            try:
+        try:
+            # torch.cuda.graph would wait for the device and empty its cache of memory, once a layer.
+            with recording(graph, side, self._pools[device], "thread_local"):
                 result = work()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the work's own error says more
-                    self._end(graph, device)
-                raise
-            self._end(graph, device)
+        except BaseException:
+            # A pool cannot be begun again once nothing uses it. What was recorded before keeps it.
+            del self._pools[device]
+            raise
         main.wait_stream(side)
         return graph.replay, result
-
-    def _end(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            # Releases of torch leave the allocator in a capture that failed: it never empties its cache again, nor frees that memory. The
-            # pool is given up only where it was left, and cannot be begun again once nothing uses it.
-            pool = self._pools.pop(device)
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(device.index, pool)
-                torch._C._cuda_releasePool(device.index, pool)
-            raise
 
 
 @functools.cache

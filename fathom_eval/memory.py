@@ -75,21 +75,27 @@ def estimate_memory(facts: ModelFacts, branches: Sequence[Branch], tokens: int, 
         + rows * facts.query_heads * most * facts.head_dim * 2 * (item + 4)  # gathered K and V, and both in fp32
         + 2 * one_layer_of_keys * 4  # dense attention, the oracle and sets of any size read fp32 copies
     )
-    basis_work = 2 * one_layer_of_keys * 8 if any(isinstance(spec, PlaneSpec) and spec.basis == "klt" for spec, _ in stores) else 0
+    turned = any(isinstance(spec, PlaneSpec) and spec.basis == "klt" for spec, _ in stores)
     return MemoryEstimate(
         prefix=2 * facts.layers * one_layer_of_keys * item,
         stores=facts.layers * sum(store_bytes(spec, facts, tokens - local, item) for spec, local in stores),
         tails=2 * facts.layers * rows * row * max_new_tokens * item,
-        work=max(prefill_work, decode_work, basis_work),
+        work=max(prefill_work, decode_work, basis_work(facts, tokens) if turned else 0),
     )
 
 
+def basis_work(facts: ModelFacts, tokens: int) -> int:
+    """Bytes that the Karhunen–Loève bases of a layer's keys are made in, in fp64."""
+    return 2 * facts.kv_heads * facts.head_dim * tokens * 8
+
+
 def check_memory(estimate: MemoryEstimate, devices: Mapping[str, float], what: str) -> None:
-    """Raise UserError where the estimate exceeds what is free; where that is unknown, nothing is checked.
+    """Raise UserError where the estimate exceeds what is free, of a device or of host memory; where that is unknown, nothing is checked.
 
     Args:
         devices: Each device's share of the layers.
     """
+    _check_pinned(estimate, what)
     for device, layers in devices.items():
         part, free = estimate.share(layers), free_bytes(torch.device(device))
         if free is not None and part.total > free:
@@ -97,6 +103,15 @@ def check_memory(estimate: MemoryEstimate, devices: Mapping[str, float], what: s
                 f"{what} needs about {part} beside the model, and {gib(free)} are free on {device}: give shorter sessions "
                 "(--session-tokens), fewer methods, a smaller --batch-size, or --dtype bfloat16"
             )
+
+
+def _check_pinned(estimate: MemoryEstimate, what: str) -> None:
+    free = host_bytes() if estimate.pinned else None
+    if free is not None and estimate.pinned > free:
+        raise UserError(
+            f"{what} needs about {gib(estimate.pinned)} of pinned host memory, and {gib(free)} are free: give shorter sessions "
+            "(--session-tokens), --runtime hbm, or leave --runtime out"
+        )
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -111,6 +126,19 @@ def free_bytes(device: torch.device) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def host_bytes() -> int | None:
+    """Host memory that can still be had, None where unknown. A control group's limit counts where it is lower than what Linux reports."""
+    free = free_bytes(torch.device("cpu"))
+    limits = [free] if free is not None else []
+    try:
+        most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
+        if most.isdigit():
+            limits.append(int(most) - int(used))
+    except (OSError, ValueError):
+        pass
+    return min(limits) if limits else None
 
 
 def gib(size: int) -> str:

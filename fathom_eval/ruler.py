@@ -12,7 +12,7 @@ from fathom_eval.decode import BranchResult, decode
 from fathom_eval.methods import MethodSpec
 from fathom_eval.models import LoadedModel, ModelFacts
 from fathom_eval.observations import needed_observations
-from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, runtime_of
+from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, runtime_identity, runtime_of
 from fathom_eval.prefill import prefill
 from fathom_eval.run import Run, record_key
 from fathom_eval.scoring import hits
@@ -48,7 +48,7 @@ def run_identity(facts: ModelFacts, builder: SampleBuilder, runtime: str | None 
         "device": facts.device.split(":")[0],
         "end_tokens": list(facts.eos_token_ids),
         **builder.identity,
-        **({} if runtime is None else {"runtime": runtime}),
+        **runtime_identity(runtime, facts),
     }
 
 
@@ -191,7 +191,7 @@ def _record(loaded: LoadedModel, unit: Unit, sample: Sample, result: BranchResul
         "fired": result.fired,
         "steps": result.steps,
         "seconds": seconds,
-        **decoded_by(runtime, spec, loaded.facts),
+        **decoded_by(runtime, result.branch, loaded.facts),
     }
 
 

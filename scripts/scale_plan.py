@@ -3,8 +3,8 @@
     python -P benchmarks/scale.py > reports/published/scale-h200/measured.jsonl
     python -P scripts/scale_plan.py > docs/scale.md
 
-Without measurements of these models, times are extrapolated from published runs of a small one (``scripts/scale_records.py``), and the text
-says so.
+Without measurements of these models, or with ``--extrapolate``, times are extrapolated from published runs of a small one
+(``scripts/scale_records.py``), and the text says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "reports" / "published" / "scale-h200" / "measured.jsonl"
 KERNELS = ROOT / "reports" / "published" / "kernels-h200" / "bench.jsonl"
 QUERY_HEADS, HEAD_DIM = 32, 128
+K = 2048
+H200_GIB = 139.8
 
 
 INTRODUCTION = """\
@@ -147,6 +149,44 @@ def gpus_a_copy(name: str, plan: Plan, branches: Sequence[Branch]) -> int:
     return math.ceil((2 * parameters_of(SHAPES[name]) + estimate.total) / (0.95 * plan.gpu_bytes))
 
 
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise SystemExit for a number that no run can have."""
+    for name in ("sessions", "tokens", "new_tokens", "gpus", "gpu_gib", "tflops"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise SystemExit(f"--{name.replace('_', '-')} {value:g} must be above 0 and finite")
+    if args.tokens < K:
+        raise SystemExit(f"--tokens {args.tokens} are fewer than the k = {K} that a method attends to: it would select all of them")
+
+
+def check_copies(plan: Plan, names: Iterable[str], branches: Sequence[Branch]) -> None:
+    """Raise SystemExit where a copy of a model does not fit the GPUs of the plan."""
+    for name in names:
+        needed, layers, size = gpus_a_copy(name, plan, branches), SHAPES[name]["layers"], plan.gpu_bytes / GIB
+        if needed > layers:
+            raise SystemExit(f"GPUs of {size:g} GiB (--gpu-gib) are too small for one of the {layers} layers of {name} and its stores")
+        if needed > plan.gpus:
+            raise SystemExit(f"--gpus {plan.gpus} are too few: a copy of {name} takes {needed} of {size:g} GiB")
+
+
+def read_measured(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``benchmarks/scale.py``.
+
+    Raises:
+        SystemExit: They cannot be read, or no model was measured at two lengths or more.
+    """
+    try:
+        lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        usable = any(line["kind"] == "device" for line in lines) and measured_costs(lines)
+    except OSError as error:
+        raise SystemExit(f"--measured {path} cannot be read: {error.strerror}; --extrapolate does without") from None
+    except (ValueError, KeyError, TypeError):
+        raise SystemExit(f"--measured {path} holds something else than what benchmarks/scale.py prints") from None
+    if not usable:
+        raise SystemExit(f"--measured {path} has no device, or no model at two lengths or more; --extrapolate does without")
+    return lines
+
+
 def gpu_hours(plan: Plan, costs: dict[str, Cost], branches: Sequence[Branch]) -> float:
     """Of all models and sessions."""
     hours = 0.0
@@ -220,33 +260,34 @@ def main() -> int:
     """Print the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--measured", type=Path, default=MEASURED, help="output of benchmarks/scale.py")
+    times = parser.add_mutually_exclusive_group()
+    times.add_argument("--measured", type=Path, metavar="JSONL", help="output of benchmarks/scale.py (default: the published one)")
+    times.add_argument("--extrapolate", action="store_true", help="leave measurements of these models out")
     add("--sessions", type=int, default=100)
     add("--tokens", type=int, default=2**20)
     add("--new-tokens", type=int, default=256)
     add("--gpus", type=int, default=8)
-    add("--gpu-gib", type=float, default=139.8, help="memory of one (default: an H200's)")
+    add("--gpu-gib", type=float, help=f"memory of one (default: that of the measured one, or an H200's {H200_GIB})")
     add("--tflops", type=float, default=400.0, help="of the lower bound of a prefill")
     args = parser.parse_args()
-    specs = parse_methods(TWENTY)
-    k = 2048
-    branches = [Branch(spec, None if spec.method.name == "dense" else k) for spec in specs]
-    gpu_bytes = int(args.gpu_gib * GIB)
+    check_numbers(args)
+    measured = args.measured or MEASURED
+    lines = [] if args.extrapolate or (args.measured is None and not MEASURED.exists()) else read_measured(measured)
+    device = next((line for line in lines if line["kind"] == "device"), {})
+    gpu_bytes = math.ceil(args.gpu_gib * GIB) if args.gpu_gib else device.get("memory_bytes") or int(H200_GIB * GIB)
+    plan = Plan(args.sessions, args.tokens, args.new_tokens, K, args.gpus, gpu_bytes)
+    branches = [Branch(spec, None if spec.method.name == "dense" else K) for spec in parse_methods(TWENTY)]
+    costs = measured_costs(lines)
+    check_copies(plan, costs or SHAPES, branches)
     kernels = [json.loads(line) for line in KERNELS.read_text(encoding="utf-8").splitlines()]
     rate = next(line for line in kernels if line["kind"] == "rate" and "HBM" in line["name"])["gbytes_per_s"] * 1e9
     sessions, step = read_sessions(), read_lock_step()
     rates = Rates(prefill_rate(sessions), rate, step_factor(step, rate), step.wall_a_layer)
     counted = {name: counted_cost(name, branches, rates) for name in SHAPES}
-    lines: list[dict[str, Any]] = []
-    if args.measured.exists():
-        lines = [json.loads(line) for line in args.measured.read_text(encoding="utf-8").splitlines()]
-    costs = measured_costs(lines)
     if costs:
-        device = next(line for line in lines if line["kind"] == "device")
-        plan = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, device["memory_bytes"] or gpu_bytes)
         longest = span((cost.longest for cost in costs.values()), "{:,}")
         source = (
-            f"Times come from `{args.measured.name}` of `benchmarks/scale.py` on one {device['name']}, torch {device['torch']}. "
+            f"Times come from `{measured.name}` of `benchmarks/scale.py` on one {device['name']}, torch {device['torch']}. "
             "Those of the tables before *What was measured* are values of fits to it, a·n + b·n² for a prefill and c + d·n for stores and "
             "steps; "
             f"**beyond {longest} tokens they are extrapolated** by these."
@@ -257,7 +298,7 @@ def main() -> int:
             scale_measured.seen(lines, plan.tokens, sums) + "\n\n" + small_runs(sessions, step, scale_measured.against(lines, counted))
         )
     else:
-        plan, costs = Plan(args.sessions, args.tokens, args.new_tokens, k, args.gpus, gpu_bytes), counted
+        costs = counted
         least = {name: counted_cost(name, branches, Rates(args.tflops * 1e12, rate)) for name in SHAPES}
         evidence = small_runs(sessions, step) + "\n" + extrapolation(sessions, step, rates)
         lengths = sorted(one.tokens for one in sessions)

@@ -5,8 +5,8 @@
 
 Records are compared without what tells of the hour and the machine, tables without the order of their rows, which is that in which workers
 end. Logits of every step of every branch are compared as well, also with the model as transformers splits it by ``device_map="auto"``.
-``--compare-only`` starts nothing and holds together what a folder of such runs has, unfinished ones too. The exit code is 1 where something
-differs or is missing, or a run fails.
+``--compare-only`` starts nothing and holds together what a folder of such runs has, unfinished ones too. ``tables_equal`` is null where a
+run has no tables. The exit code is 1 where something differs or is missing, or a run fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 # At the end, so that the folder `kernels` of the repository passes for no installed package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from fathom_eval.run import PACKED, RECORDS
 from tests.survival.kills import records, tables_of
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ def compare(reference: Path, other: Path) -> dict[str, Any]:
                 largest[name] = max(apart, largest.get(name, 0.0))
     tables, others = tables_of(reference / "report"), tables_of(other / "report")
     shared = sorted(tables.keys() & others.keys())
+    same_tables = tables.keys() == others.keys() and all(sorted(tables[name]) == sorted(others[name]) for name in shared)
     return {
         "records": len(second),
         "missing": len(first.keys() ^ second.keys()),
@@ -105,11 +108,21 @@ def compare(reference: Path, other: Path) -> dict[str, Any]:
         "differing_fields": dict(sorted(differing.items())),
         "largest_differences": dict(sorted(largest.items())),
         "tables": len(others),
-        "tables_equal": tables.keys() == others.keys() and all(sorted(tables[name]) == sorted(others[name]) for name in shared),
+        "tables_equal": same_tables if tables and others else None,
         "tables_in_another_order": [
             name for name in shared if tables[name] != others[name] and sorted(tables[name]) == sorted(others[name])
         ],
     }
+
+
+def same_records(run: dict[str, Any]) -> bool:
+    """Whether a run has records, and the reference's, each of them equal; one that was not compared has not."""
+    return bool(run.get("records")) and run["equal"] == run["records"] and not run["missing"]
+
+
+def tables_differ(run: dict[str, Any]) -> bool:
+    """Whether both runs have tables, and not the same ones."""
+    return run.get("tables_equal") is False
 
 
 def compare_only(folder: Path, different: dict[str, list[str]]) -> dict[str, Any]:
@@ -119,8 +132,11 @@ def compare_only(folder: Path, different: dict[str, list[str]]) -> dict[str, Any
         different: As :func:`cases` gives it.
 
     Raises:
-        SystemExit: The run on one device is missing or unfinished.
+        SystemExit: The run on one device is missing or unfinished, or the records of a run are packed.
     """
+    for path in (folder / name for name in different):
+        if (path / PACKED).exists() and not (path / RECORDS).exists():
+            raise SystemExit(f"the records of {path} are packed: unpack them first (gunzip -k {shlex.quote(str(path / PACKED))})")
 
     def samples(path: Path) -> int:
         return len({(record["task"], record["context"], record["sample"]) for record in records(path)})
@@ -146,7 +162,7 @@ def compare_only(folder: Path, different: dict[str, list[str]]) -> dict[str, Any
         "settings": settings,
         "runs": runs,
         "logits": [],
-        "records_equal": all(run["equal"] == run["records"] for run in runs),
+        "records_equal": len(runs) > 1 and all(map(same_records, runs)),
         "finished": len(runs) == len(different) and not any(run["missing"] for run in runs),
     }
 
@@ -253,8 +269,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     different = cases(args.one, args.split, args.each)
     if args.compare_only is not None:
         found = compare_only(args.compare_only, different)
+        for run in found["runs"]:
+            if not run["tables"]:
+                path = shlex.quote(str(args.compare_only / run["name"]))
+                print(f"no tables of {run['name']!r} to compare: fathom-eval report {path} makes them", file=sys.stderr)
         print(json.dumps(found | ({"tests": tests_of(args.tests)} if args.tests else {}), indent=2, ensure_ascii=False))
-        return int(not found["records_equal"] or not found["finished"])
+        return int(not found["records_equal"] or not found["finished"] or any(map(tables_differ, found["runs"])))
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     args.output.mkdir(parents=True)
     names = ("model", "haystack", "tasks", "methods", "context", "k", "limit")
@@ -283,9 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         pids = sorted({str(process.pid), *re.findall(r"worker \d+ \(process (\d+)", log)})
         ran["gpus_of_processes"] = [len(seen[pid]) for pid in pids if pid in seen]
         runs.append(ran)
-    equal = all(not run["exit_code"] and run.get("equal") == run.get("records") and not run["missing"] for run in runs)
+    equal = all(not run["exit_code"] and same_records(run) for run in runs)
     print(json.dumps({**machine(), "settings": common, "runs": runs, "logits": logits, "records_equal": equal}, indent=2))
-    return int(not equal or not all(line["bit_equal"] for line in logits))
+    return int(not equal or any(map(tables_differ, runs)) or not all(line["bit_equal"] for line in logits))
 
 
 def machine() -> dict[str, Any]:

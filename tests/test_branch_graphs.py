@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -134,26 +135,29 @@ def test_what_cannot_be_recorded_is_launched_and_fails_nothing() -> None:
     same(launched, other)
 
 
-def test_a_capture_that_failed_leaves_the_allocator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graph:
-        def capture_end(self) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture")
+def test_a_pool_of_a_recording_that_failed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
 
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("not currently recording to mempool_id")
+    @contextlib.contextmanager
+    def recording(graph: Any, stream: Any, pool: Any, mode: str) -> Any:
+        used.append((pool, mode))
+        yield
 
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)), raising=False)
+    used: list[Any] = []
+    pools = iter(((0, 7), (0, 8)))
+    monkeypatch.setattr("fathom_eval.branch_graphs.recording", recording)
+    monkeypatch.setattr("fathom_eval.branch_graphs._side_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Broken)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(Broken, "replay", None, raising=False)
     recorder, device = Recorder(), torch.device("cuda", 1)
-    # Where the allocator has left the capture by itself, the pool is its graph's to give back.
-    for end, expected in ((lambda *args: calls.append(("end", *args)), [("end", 1, (0, 7)), ("release", 1, (0, 7))]), (refuse, [])):
-        calls.clear()
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
-        recorder._pools[device] = (0, 7)
-        with pytest.raises(RuntimeError, match="previous error during capture"):
-            recorder._end(Graph(), device)  # type: ignore[arg-type]
-        assert calls == expected
-        assert not recorder._pools, "a pool that nothing uses cannot be begun again"
+    for work in (lambda: 1, lambda: 2, lambda: 1 / 0, lambda: 3):
+        with contextlib.suppress(ZeroDivisionError):
+            recorder.record(device, work)
+    assert used == [((0, 7), "thread_local")] * 3 + [((0, 8), "thread_local")]
 
 
 def test_a_method_that_fails_at_recording_is_not_blamed_for_it() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
+from fathom_eval.commands.bench_equal_error import REFERENCE, run_equal_error
 from fathom_eval.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
     from fathom_eval.console import Console
+    from fathom_eval.methods import MethodSpec
     from fathom_eval.offload.bench.steps import Variant
     from fathom_eval.run import Run
 
@@ -25,7 +28,6 @@ _TIMED = (
     "fathom:budget=40:basis=raw,fathom:budget=48:basis=raw,fathom:budget=64:basis=raw,"
     "sparq:r=16,double_sparsity:c=32,full,landmark,thumbnail"
 )
-_REFERENCE = "double_sparsity c=D/4"
 _BYTES_A_RECORD = 8192
 
 
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-pages", default="auto", choices=("auto", "huge", "small"), metavar="KIND", help="pinned pages: auto, huge or small")
     add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
     add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
-    add("--reference", action="append", metavar="L,L", help=f"equal-error: whose errors to reach (default: {_REFERENCE})")
+    add("--reference", action="append", metavar="L,L", help=f"equal-error: whose errors to reach (default: {REFERENCE})")
     add_model_arguments(parser)
     add_output_arguments(parser, "bench")
 
@@ -63,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
     if args.what not in _ACTIONS:
         raise UserError(f"bench cannot time '{args.what}'; {did_you_mean(args.what, _ACTIONS)}")
     if args.what == "equal-error":
-        return _equal_error(args)
+        return run_equal_error(args, _given(args))
     if args.repeats is None:
         args.repeats = 5 if args.what == "step" else 20
     at_least_one(args.repeats, "--repeats")
+    if not 0 <= args.spread < math.inf:
+        raise UserError(f"--spread {args.spread:g} must be at least 0 and finite: it is a standard deviation")
     if args.output is not None:
         from fathom_eval.run import Run
 
@@ -81,28 +85,11 @@ def run(args: argparse.Namespace) -> int:
         return {"link": _link, "kernels": _kernels, "step": _step}[args.what](args, console, device)
 
 
-def _equal_error(args: argparse.Namespace) -> int:
-    from fathom_eval.console import Console
-    from fathom_eval.offload.bench.equal_error import equal_error, write_table
-    from fathom_eval.run import Run
-
-    if args.errors is None or args.output is None:
-        raise UserError("equal-error needs --errors, a fidelity run, and --output, a run of 'bench step'")
-    console = Console(quiet=args.quiet, json=args.json)
-    references = [label for text in args.reference or [_REFERENCE] for label in words(text, "--reference")]
-    with Run.load(Path(args.errors)) as errors, Run.load(Path(args.output)) as steps:
-        rows = equal_error(errors.iter_records(), steps.iter_records(), references)
-    for row in rows:
-        console.say(
-            f"{row.step_context}, index {row.step_index}: {row.label} (error {row.error:.4f}, at {row.error_context} tokens, "
-            f"k={row.error_k}) as {row.step_label} of {row.step_model}, k={row.step_k}: {row.step_ms:.2f} ms, {row.ratio:.2f}x the speed "
-            f"of {row.reference} (error {row.reference_error:.4f}){'' if row.same_round else ', timed in another round'}"
-        )
-    path = Path(args.output) / "equal_error.csv"
-    write_table(path, rows)
-    console.document({"table": str(path), "rows": [vars(row) for row in rows]})
-    console.result(path, "table")
-    return 0
+def _given(args: argparse.Namespace) -> list[str]:
+    """Names of the options that are not at their defaults."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return [name for name, default in vars(parser.parse_args([args.what])).items() if getattr(args, name) != default]
 
 
 def _link(args: argparse.Namespace, console: Console, device: torch.device) -> int:
@@ -141,7 +128,8 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.offload.gatherer import GATHERERS, check_gathered
 
     contexts = numbers(args.contexts, "--contexts")
-    specs = with_rerank(parse_methods(args.methods), _factors(args.rerank))
+    asked, factors = parse_methods(args.methods), _factors(args.rerank)
+    specs = with_rerank(asked, factors)
     for spec in specs:
         spec.check_k([args.k])
     batches, sessions = numbers(args.batch, "--batch"), numbers(args.sessions, "--sessions")
@@ -161,6 +149,7 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
             )
         console.say("no CUDA device: there is no link, no graph and no GPU time; the step is checked and its torch references are timed")
     indexes = list(dict.fromkeys(words(args.index, "--index")))
+    _say_odd(console, asked, factors, args.k, contexts)
     sources = _sources(args, console, device, specs, contexts, max(batches) * max(sessions), indexes)
     facts, shape = sources[0].facts, sources[0].segment_shape()
 
@@ -183,6 +172,16 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         for source, table in zip(sources, tables, strict=True):
             _time_steps(args, console, device, opened, source, table)
         return _finish(console, opened)
+
+
+def _say_odd(console: Console, asked: list[MethodSpec], factors: list[float], k: int, contexts: list[int]) -> None:
+    """Warn of a rerank that a method does not take, and of contexts that leave nothing to select."""
+    own = [spec.label for spec in asked if spec.policy.rerank != 1 and factors not in ([1], [spec.policy.rerank])]
+    if own:
+        console.warn(f"--rerank {','.join(f'{factor:g}' for factor in factors)} is not for what names a rerank itself: {', '.join(own)}")
+    short = [context for context in contexts if context <= k]
+    if short:
+        console.warn(f"k={k} selects every token of {', '.join(map(str, short))}: a step brings all rows there, whatever the method")
 
 
 def _time_steps(

@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             console.warn(f"k={everything[0]} selects every token of {min(contexts)}: all methods equal dense there")
         _say_plan(console, opened, len(units), len(branches), loaded, details["haystack"]["name"])
         if args.runtime is not None:
-            console.say(describe_split(specs, facts, args.runtime))
+            console.say(describe_split(specs, facts, args.runtime, k_values))
         _measure(console, loaded, builder, opened, units, work, args)
         return _report(console, opened)
 

@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
             f"{len(units)} of {len(data.sessions)} sessions to do, {len(branches)} branches each{kept}"
         )
         if args.runtime is not None:
-            console.say(describe_split(specs, facts, args.runtime))
+            console.say(describe_split(specs, facts, args.runtime, k_values))
         keep = (not args.no_text, not (args.no_text or args.no_recorded_text))
         settings = DecodeSettings(args.max_new_tokens, args.batch_size, *keep, runtime=args.runtime)
         work = SessionWork(request, dataclasses.replace(data, sessions=[]), settings)

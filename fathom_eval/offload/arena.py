@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from fathom_eval.errors import UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.pack import BLOCK
-from fathom_eval.memory import free_bytes, gib
+from fathom_eval.memory import free_bytes, gib, host_bytes
 from fathom_eval.offload.pinned import HOST_PAGES, LEAST, HugeBlock, carve, carved_bytes, huge_pages_offered
 
 STORES = ("planes", "nibbles", "landmarks")
@@ -252,19 +251,6 @@ def release_pinned() -> None:
         if release is not None:
             release()
             return
-
-
-def host_bytes() -> int | None:
-    """Host memory that can still be had, None where unknown. A control group's limit counts where it is lower than what Linux reports."""
-    free = free_bytes(torch.device("cpu"))
-    limits = [free] if free is not None else []
-    try:
-        most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
-        if most.isdigit():
-            limits.append(int(most) - int(used))
-    except (OSError, ValueError):
-        pass
-    return min(limits) if limits else None
 
 
 def total_host_bytes() -> int | None:

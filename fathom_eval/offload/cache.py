@@ -81,7 +81,7 @@ def default_lanes(rows: int, heads: int, context: int, index: str) -> tuple[int,
     long = index == "host" and context >= LONG_SCAN
     if long and rows == 1 and heads >= 3:
         return 3, 1
-    for count in (4, 2) if long or rows >= 4 else (2,):
+    for count in (4, 2) if long or (index == "host" and rows >= 4) else (2,):
         if rows % count == 0 or (count % rows == 0 and heads % (count // rows) == 0):
             return count, None
     return 1, None

@@ -1,6 +1,7 @@
 """Generation through the host-resident runtime: a prefix's K/V and index move to host memory, and every token is decoded from there.
 
-The same prefix, method and k give the same tokens as :func:`fathom_eval.decode.decode`, which is the control of this runtime.
+In fp32, scores included, the same prefix, method and k give the same tokens as :func:`fathom_eval.decode.decode`, which is the control of
+this runtime. In fp16 and bf16 the two round differently: the model's layers between their operations, the runtime's kernels at their ends.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 
 from fathom_eval.devices import current
 from fathom_eval.errors import UserError
+from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.kernels.segments import SEGMENT_BLOCKS
+from fathom_eval.kernels.topk import LARGEST_CAPACITY
 from fathom_eval.offload.arena import Arena, SegmentShape, segments_for
-from fathom_eval.offload.cache import TieredCache, lanes_of, sealed_tokens
+from fathom_eval.offload.cache import TieredCache, lanes_of
 from fathom_eval.offload.gatherer import RowGatherer, check_gathered
-from fathom_eval.offload.scans import Scan, check_spec, scan_of_prefix
+from fathom_eval.offload.scans import Landmarks, Scan, check_size, check_spec, scan_of_prefix
 from fathom_eval.offload.step import DecodeStep
 from fathom_eval.offload.step_reads import StepReads
 from fathom_eval.offload.weights import DecoderWeights, weights_of
@@ -36,12 +39,12 @@ class Generation:
 
     Attributes:
         token_ids: Generated tokens, an end token included.
-        bits, channels, rows: Of the last step, means over layers and KV heads, as the evaluator counts them.
+        bits, channels, rows: As :class:`fathom_eval.decode.BranchResult` has them; the first two are None where nothing was scanned.
     """
 
     token_ids: tuple[int, ...]
-    bits: float
-    channels: float
+    bits: float | None
+    channels: float | None
     rows: float
 
 
@@ -60,26 +63,28 @@ def generate(
     rows_by: str = "gpu",
     gather_threads: int | None = None,
 ) -> Generation:
-    """Greedily decode one branch with K/V rows in host memory.
+    """Greedily decode one branch with K/V rows in host memory. The model's joined matrices are copies, but for those that lie joined.
 
     Args:
         index: Where the scan index lies, ``host`` or ``hbm``.
         lanes: Parts of the KV heads that are pipelined.
-        score_dtype: Of the scores; fp32 equals the evaluator's, fp16 is what a GPU takes unless told otherwise.
+        score_dtype: Of the scores; fp32 equals the evaluator's. By default as the step is timed: fp16 on a GPU, fp32 on a CPU.
         segment_blocks: Blocks of a segment; by default up to :data:`~fathom_eval.kernels.segments.SEGMENT_BLOCKS`.
         graph: Decode from a CUDA graph where there is a GPU.
         rows_by: Who brings the K/V rows, one of :data:`~fathom_eval.offload.gatherer.GATHERERS`.
         gather_threads: Threads of the CPU that gather rows; by default half of the cores, and no more than eight.
 
     Raises:
-        UserError: The runtime has no step for the method or the model, the sequence exceeds the model's positions or the memory, or a
-            step gives what is not a number.
+        UserError: The runtime has no step for the method or the model, the sequence exceeds the model's positions or the memory, k exceeds
+            what the kernels hold, or a step gives what is not a number.
+        CaptureError: The step could not be recorded as a CUDA graph.
     """
     facts, spec = loaded.facts, branch.spec
     check_spec(spec, facts)
     check_positions(prefix, max_new_tokens, facts)
     assert branch.k is not None
     spec.policy.check(branch.k, spec.label)
+    check_size(spec, branch.k, facts)
     weights = weights_of(loaded, prefix.tokens, max_new_tokens + 1)
     opened = open_step(
         weights,
@@ -102,16 +107,8 @@ def generate(
         found = decode_greedily(reads, max_new_tokens, facts.eos_token_ids)
         if found.problem is not None:
             raise UserError(found.problem)
-        cache, scan = step.cache, step.scan
-        late = cache.lengths[0] - sealed_tokens(cache.lengths[0], cache.local)
-        scanned = cache.lengths[0] > late
-        rows = step.union_counts.double().mean().item()
-        return Generation(
-            found.token_ids,
-            scan.bits().mean().item() if scanned else 0.0,
-            scan.channels().mean().item() if scanned else 0.0,
-            rows,
-        )
+        counts = reads.counts()
+        return Generation(found.token_ids, counts["bits"], counts["channels"], counts["rows"])
 
 
 def check_positions(prefix: Prefix, max_new_tokens: int, facts: ModelFacts) -> None:
@@ -146,20 +143,21 @@ def open_step(
         scan: The branch's, of this prefix. All others as :func:`generate`'s.
 
     Raises:
-        UserError: The memory does not suffice, a key cannot be stored, or the CPU cannot gather the rows.
+        UserError: The memory does not suffice, there are too many tokens, a key cannot be stored, or the CPU cannot gather the rows.
     """
     spec = branch.spec
     assert branch.k is not None
     most = prefix.tokens + 1 + max_new_tokens
     shape = segment_shape(facts, scan.store, scan.span, most, prefix.layers[0].keys.dtype, segment_blocks)
+    segments = segments_for(most, shape.blocks)
+    if segments * shape.blocks > LARGEST_CAPACITY:
+        raise UserError(f"{most:,} tokens are more than the {BLOCK * LARGEST_CAPACITY:,} that the runtime ranks")
     check_gathered(rows_by, shape, lanes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(current(weights.device))
-        if weights.device.type == "cuda":  # a capture that fails leaves its own stream the current one
-            stack.enter_context(torch.cuda.stream(torch.cuda.current_stream(weights.device)))
         arena = stack.enter_context(Arena(shape, weights.device, index))
         gatherer = None if rows_by == "gpu" else stack.enter_context(RowGatherer(weights.device, gather_threads))
-        arena.check(facts.layers * segments_for(most, shape.blocks))
+        arena.check(facts.layers * segments)
         cache = TieredCache.allocate(arena, facts.layers, 1, lanes_of(1, facts.kv_heads, lanes), most, spec.policy.local, scan.bases)
         # Whoever still holds the step holds no segment then, so that their memory can go.
         stack.callback(cache.layers.clear)
@@ -174,14 +172,14 @@ def open_step(
 
 
 def segment_shape(facts: ModelFacts, store: str, span: int, most: int, dtype: torch.dtype, blocks: int | None = None) -> SegmentShape:
-    """The segments of one branch of at most ``most`` tokens.
+    """The segments of one branch of at most ``most`` tokens, or of rows that decode together.
 
     Args:
         store, span: Of the scan.
         blocks: Of a segment; by default what ``most`` takes, up to :data:`~fathom_eval.kernels.segments.SEGMENT_BLOCKS`.
     """
     blocks = blocks or min(SEGMENT_BLOCKS, max(2, 1 << (-(-most // 64) - 1).bit_length()))
-    return SegmentShape(facts.kv_heads, facts.head_dim, blocks, dtype, (store,), span if span > 1 else 8)
+    return SegmentShape(facts.kv_heads, facts.head_dim, blocks, dtype, (store,), span if store == Landmarks.store else 8)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from torch import Tensor
 from fathom_eval.calibration import Basis
 from fathom_eval.calibration_file import statistics_of
 from fathom_eval.errors import UserError
+from fathom_eval.kernels.attend import PIECE
 from fathom_eval.kernels.landmark import scan_landmarks
 from fathom_eval.kernels.nibble import scan_nibbles
+from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.kernels.plan import ReadPlan, plan_depths, top_channels
 from fathom_eval.kernels.scan import scan_segments
 from fathom_eval.methods import MethodSpec
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 TIMED = "fathom, sparq, double_sparsity, loki, thumbnail, full, landmark"
 _METHODS: tuple[type[Method], ...] = (Fathom, SparQ, DoubleSparsity, Loki, Thumbnail, Full, Landmark)
+
+_LARGEST_TENSOR = 2**20
+"""Elements of a tensor that Triton takes at most."""
 
 
 class Scan(ABC):
@@ -237,6 +242,26 @@ def check_spec(spec: MethodSpec, facts: ModelFacts) -> None:
     for field in dataclasses.fields(policy):
         if field.name not in ("sink", "local", "rerank", "attend") and getattr(policy, field.name) != field.default:
             raise UserError(f"{spec.label}: the runtime does not have the switch {field.name}; it has sink, local, rerank and attend")
+
+
+def check_size(spec: MethodSpec, k: int, facts: ModelFacts) -> None:
+    """Raise :class:`UserError` where one program of a GPU cannot hold what a group selects; on a CPU there is no such limit."""
+    if not facts.device.startswith("cuda"):
+        return
+    policy, group = spec.policy, _power(facts.group)
+    count, tail = int((k - policy.sink - policy.local) * policy.rerank), BLOCK + policy.local - 1
+    slots = facts.group * count + policy.sink + policy.local
+    # The union seeks every candidate of every head in every head's list, the rerank ranks a group's, the attention joins their pieces.
+    sought = group * group * _power(count)
+    ranked = _power(slots + tail) if policy.rerank > 1 else 0
+    joined = _power(-(-slots // PIECE) + -(-tail // PIECE)) * _power(facts.head_dim)
+    if max(sought, ranked, joined) > _LARGEST_TENSOR:
+        raise UserError(f"{spec.label}: the runtime does not select {count} candidates for each of {facts.group} query heads: give less k")
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def scan_of_prefix(spec: MethodSpec, facts: ModelFacts, layers: Sequence[PrefixLayer]) -> Scan:

@@ -12,8 +12,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from fathom_eval.captures import CaptureError, give_stream, recording, take_stream
 from fathom_eval.devices import current
 from fathom_eval.errors import UserError
+from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.attend import attend_rows, workspace_size
 from fathom_eval.kernels.gate import silu_gate
 from fathom_eval.kernels.handover import await_rows, list_rows, take_rows
@@ -30,9 +32,6 @@ from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered
 from fathom_eval.offload.scans import Scan
 from fathom_eval.offload.weights import DecoderWeights
 from fathom_eval.selection import Policy
-
-STREAMS = 32
-"""Streams of a device that torch hands out in turn: the next one is the first again."""
 
 _CAPTURED: WeakSet[DecodeStep] = WeakSet()
 """Steps that hold a graph, whose streams are not to be captured on."""
@@ -70,7 +69,7 @@ class DecodeStep:
         scan: The method; its buffers are made here.
         k: Tokens that a query head attends to, sink and window included.
         policy: ``sink``, ``local``, ``rerank`` and ``attend`` are heeded.
-        score_dtype: Of the scores; fp16 on a GPU halves what top-k reads, fp32 equals the evaluator's.
+        score_dtype: Of the scores, by default :func:`timed_score_dtype`; fp32 equals the evaluator's.
         rows_by: Who brings the K/V rows, one of :data:`~fathom_eval.offload.gatherer.GATHERERS`.
         gatherer: Needed where that is not the GPU alone; it must run whenever the step does.
 
@@ -110,9 +109,9 @@ class DecodeStep:
         assert (gatherer is None) == (rows_by == "gpu"), "a gatherer is for rows that the CPU brings"
         self.rows_by, self._gatherer = rows_by, gatherer
         self.observer: Callable[[int, LaneWork], None] | None = None
-        self._count = k - policy.sink - policy.local
-        self._candidates = int(self._count * policy.rerank)
-        dtype = score_dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+        most = cache.capacity_blocks * BLOCK + cache.tail.shape[-2]
+        self._count, self._candidates = min(k - policy.sink - policy.local, most), candidates_of(k, policy, most)
+        dtype = score_dtype or timed_score_dtype(device)
         # In fp16 the softmax's own scale keeps scores far from the largest number; in fp32 none is needed.
         self.score_scaling = weights.scaling if dtype == torch.float16 else 1.0
         hidden, wide = weights.norm.shape[0], weights.layers[0].down.shape[1]
@@ -152,37 +151,48 @@ class DecodeStep:
     def capture(self) -> None:
         """Record the step as one CUDA graph. Kernels are compiled by a first pass over the current state, which is left as it was.
 
+        After a :class:`~fathom_eval.captures.CaptureError` the step can still be run, launch by launch.
+
         torch keeps a workspace of cuBLAS for every stream, and a graph goes on using that of the stream it was captured on. So that steps
         can be replayed side by side, each is captured on a stream of its own, which no other has until :meth:`release`.
+
+        Raises:
+            CaptureError: The first pass went well, and the recording did not.
+            UserError: Rows were not gathered.
         """
         if self.weights.device.type != "cuda":
             return
         with current(self.weights.device):
             before = self.token_ids.clone()
             tokens = self.cache.tokens.clone()
-            stream = self._own_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._forward()
-            torch.cuda.current_stream().wait_stream(stream)
-            self._restore(before, tokens)
-            torch.cuda.synchronize()
-            self.check()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                self._forward()
+            stream = take_stream(self.weights.device, {self._side, *(step._captured_on for step in _CAPTURED)})
+            try:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    self._forward()
+                torch.cuda.current_stream().wait_stream(stream)
+                self._restore(before, tokens)
+                torch.cuda.synchronize()
+                self.check()
+                try:
+                    graph = self._recorded(stream)
+                finally:
+                    self._restore(before, tokens)
+            except BaseException:
+                give_stream(stream)
+                raise
             self._graph, self._captured_on = graph, stream
             _CAPTURED.add(self)
-            self._restore(before, tokens)
 
-    def _own_stream(self) -> torch.cuda.Stream:
-        """A stream that no step's graph was captured on; where there are too many steps, one that at least the last ones were not."""
-        taken = {self._side, *(step._captured_on for step in _CAPTURED)}
-        for _ in range(STREAMS):
-            stream = torch.cuda.Stream(self.weights.device)
-            if stream not in taken:
-                return stream
-        return torch.cuda.Stream(self.weights.device)
+    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        torch.cuda.empty_cache()  # a graph has memory of its own
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with recording(graph, stream, torch.cuda.graph_pool_handle()):
+                self._forward()
+        except Exception as error:
+            raise CaptureError(f"the step could not be recorded: {type(error).__name__}: {one_line(error)}") from error
+        return graph
 
     def replay(self) -> None:
         """Launch the captured graph again without moving on: the host neither seals nor counts."""
@@ -195,13 +205,20 @@ class DecodeStep:
             self._gatherer.check()
 
     def release(self) -> None:
-        """Drop the graph and its memory, and what the CPU gathers into."""
-        self._graph = None
-        # Not before the graph is gone: with it torch may free the workspace of this stream.
-        self._captured_on = None
-        _CAPTURED.discard(self)
-        if self._gatherer is not None:
-            self._gatherer.drop([work.box for work in self._work if work.box is not None])
+        """Drop the graph and its memory, the observer, and what the CPU gathers into. Waits for the device where there is a graph."""
+        self.observer = None  # which may hold the step
+        try:
+            if self._graph is not None:  # it may be running
+                torch.cuda.synchronize(self.weights.device)
+        finally:
+            self._graph = None
+            # Not before the graph is gone: with it torch may free the workspace of this stream.
+            if self._captured_on is not None:
+                give_stream(self._captured_on)
+            self._captured_on = None
+            _CAPTURED.discard(self)
+            if self._gatherer is not None:
+                self._gatherer.drop([work.box for work in self._work if work.box is not None])
 
     def gathered(self, lane: Lane) -> bool:
         """Whether the CPU brings the rows of a lane; key and value then cross the link together, also where the step reranks."""
@@ -340,6 +357,16 @@ class DecodeStep:
         attend_rows(query, work.fetched[0], work.fetched[1], kept, keys, values, work.workspace, out, self.weights.scaling)
         if self.observer is not None:
             self.observer(number, work)
+
+
+def timed_score_dtype(device: torch.device) -> torch.dtype:
+    """Of the scores of the step that is timed: fp16 on a GPU, where it halves what top-k reads, fp32 on a CPU."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def candidates_of(k: int, policy: Policy, most: int) -> int:
+    """Tokens that a query head's scores select, no more than the ``most`` that there are; some of them are dropped where it reranks."""
+    return min(int((k - policy.sink - policy.local) * policy.rerank), most)
 
 
 def launch_together(steps: Sequence[DecodeStep], streams: Sequence[torch.cuda.Stream]) -> None:

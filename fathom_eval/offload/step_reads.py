@@ -32,7 +32,7 @@ class StepReads:
     """Counts what a step of one session reads. Make it before the step is captured, and call :meth:`run` in place of the step's.
 
     Args:
-        step: Gets this as its observer.
+        step: Gets this as its observer, until it is released.
         spec: The method, which declares the bits of the plans that the step makes.
 
     Attributes:

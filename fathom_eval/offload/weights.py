@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Architectures whose layer this runtime computes itself."""
 
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies change with the length: a step's angles are made once, for all of its positions."""
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -94,6 +97,40 @@ def check_model(loaded: LoadedModel) -> None:
         for module in (*layer.self_attn.children(), *layer.mlp.children()):
             if hasattr(module, "in_features") and type(module) is not torch.nn.Linear:
                 raise UserError(f"the host-resident runtime computes plain linear layers, not {type(module).__name__} ({facts.name})")
+    _check_weights(loaded)
+    _check_hooks(loaded)
+    rope = getattr(loaded.model.model.rotary_emb, "rope_type", "default")
+    if rope in _ROPE_BY_LENGTH:
+        raise UserError(f"the host-resident runtime has no rotary embedding that depends on the length, '{rope}' ({facts.name})")
+
+
+def _check_weights(loaded: LoadedModel) -> None:
+    parts = dict(loaded.model.named_parameters())
+    for name, part in parts.items():
+        if type(part) not in (Tensor, torch.nn.Parameter):
+            raise UserError(f"the host-resident runtime computes with plain tensors, and {name} is a {type(part).__name__}{_of(loaded)}")
+        if not part.is_contiguous():
+            raise UserError(f"the host-resident runtime computes with contiguous weights, and {name} is not{_of(loaded)}")
+    for what, kinds in (("dtype", {part.dtype for part in parts.values()}), ("device", {part.device for part in parts.values()})):
+        if len(kinds) > 1:
+            found = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            raise UserError(f"the host-resident runtime computes with weights of one {what}, not of {found}{_of(loaded)}")
+
+
+def _check_hooks(loaded: LoadedModel) -> None:
+    for name, module in loaded.model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        # Those of transformers collect outputs where they are asked for.
+        if hasattr(module, "_hf_hook") or any(not _module_of(hook).startswith("transformers.") for hook in hooks):
+            raise UserError(f"the host-resident runtime does not call {name or 'the model'}, on which there is a hook{_of(loaded)}")
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", ""))
+
+
+def _of(loaded: LoadedModel) -> str:
+    return f" ({loaded.facts.name})"
 
 
 def weights_of(loaded: LoadedModel, first_position: int, positions: int, *, in_place: bool = False) -> DecoderWeights:
@@ -101,7 +138,8 @@ def weights_of(loaded: LoadedModel, first_position: int, positions: int, *, in_p
 
     Args:
         in_place: Let the model's own matrices be the rows of the joined ones (queries, keys and values; gate and up), which otherwise are
-            copies: more than half of a model a second time. The model computes what it did before.
+            copies: more than half of a model a second time. The model computes what it did before. Those that lie joined already are
+            taken as they are, so that this can be done again.
 
     Raises:
         UserError: The architecture is not one of :data:`MODEL_TYPES`, or differs from its plain form.
@@ -132,9 +170,32 @@ def moved_to(weights: DecoderWeights, loaded: LoadedModel, first_position: int, 
     return dataclasses.replace(weights, cosines=cosines, sines=sines, first_position=first_position)
 
 
+def check_joined(weights: DecoderWeights, loaded: LoadedModel) -> None:
+    """Raise :class:`UserError` where the model's matrices are no longer those that were joined in place: decoding would not notice it."""
+    inner = loaded.model.model
+    pairs = [("lm_head", loaded.model.lm_head.weight, weights.head), ("embed_tokens", inner.embed_tokens.weight, weights.embedding)]
+    for number, (layer, held) in enumerate(zip(inner.layers, weights.layers, strict=True)):
+        attention, mlp = layer.self_attn, layer.mlp
+        for names, owner, joined in (
+            (("q_proj", "k_proj", "v_proj"), attention, held.projections),
+            (("o_proj",), attention, held.output),
+            (("gate_proj", "up_proj"), mlp, held.gate_and_up),
+            (("down_proj",), mlp, held.down),
+        ):
+            start = 0
+            for name in names:
+                weight = getattr(owner, name).weight
+                pairs.append((f"{name} of layer {number}", weight, joined[start : start + len(weight)]))
+                start += len(weight)
+    for name, weight, part in pairs:
+        if weight.data_ptr() != part.data_ptr() or (weight.shape, weight.dtype) != (part.shape, part.dtype):
+            raise UserError(f"the weights of {name} were replaced since the runtime took them: make a new one{_of(loaded)}")
+
+
 def _angles(loaded: LoadedModel, first_position: int, positions: int) -> tuple[Tensor, Tensor]:
+    """As the model has them: rounded to its dtype."""
     model = loaded.model
-    probe = torch.empty(1, device=model.device, dtype=torch.float32)
+    probe = torch.empty(1, device=model.device, dtype=model.lm_head.weight.dtype)
     place = torch.arange(first_position, first_position + positions, device=model.device).unsqueeze(0)
     cosines, sines = (part[0, :, : loaded.facts.head_dim // 2].float().contiguous() for part in model.model.rotary_emb(probe, place))
     return cosines, sines
@@ -149,25 +210,40 @@ def _layer(layer: Any, in_place: bool) -> LayerWeights:
         projection_bias=_biases(*projections),
         query_norm=_weight(attention, "q_norm"),
         key_norm=_weight(attention, "k_norm"),
-        output=attention.o_proj.weight.contiguous(),
+        output=attention.o_proj.weight,
         output_bias=_biases(attention.o_proj),
         post_norm=layer.post_attention_layernorm.weight,
         gate_and_up=_joined((mlp.gate_proj, mlp.up_proj), in_place),
         gate_and_up_bias=_biases(mlp.gate_proj, mlp.up_proj),
-        down=mlp.down_proj.weight.contiguous(),
+        down=mlp.down_proj.weight,
         down_bias=_biases(mlp.down_proj),
     )
 
 
 def _joined(modules: Sequence[Any], in_place: bool) -> Tensor:
     """The matrices of modules below each other."""
-    matrices = [module.weight.detach() for module in modules]
-    joined = torch.cat(matrices)
-    if in_place:
-        ends = itertools.accumulate((len(matrix) for matrix in matrices), initial=0)
-        for module, (start, stop) in zip(modules, itertools.pairwise(ends), strict=True):
-            module.weight.data = joined[start:stop]
+    # Tensors made in inference mode are no weights that a model could be trained with.
+    with torch.inference_mode(False), torch.no_grad():
+        matrices = [module.weight.detach() for module in modules]
+        first: Tensor = matrices[0]
+        if _lie_joined(matrices):
+            return first.as_strided((sum(len(matrix) for matrix in matrices), first.shape[1]), first.stride())
+        joined = torch.cat(matrices)
+        if in_place:
+            ends = itertools.accumulate((len(matrix) for matrix in matrices), initial=0)
+            for module, (start, stop) in zip(modules, itertools.pairwise(ends), strict=True):
+                module.weight.data = joined[start:stop]
     return joined
+
+
+def _lie_joined(matrices: Sequence[Tensor]) -> bool:
+    """Whether matrices are consecutive rows of one piece of memory."""
+    at, first = matrices[0].storage_offset(), matrices[0].untyped_storage().data_ptr()
+    for matrix in matrices:
+        if not matrix.is_contiguous() or matrix.untyped_storage().data_ptr() != first or matrix.storage_offset() != at:
+            return False
+        at += matrix.numel()
+    return True
 
 
 def _biases(*modules: Any) -> Tensor | None:

@@ -261,6 +261,8 @@ def test_layers_share_segments_where_memory_is_short(tmp_path: Path) -> None:
         ([*TINY, "--host-memory", "0.0001"], "of host memory and 0 MiB are allowed"),
         ([*TINY, "--lanes", "3"], "cannot be shared among 3 lanes"),
         ([*TINY, "--rerank", "x"], "--rerank"),
+        ([*TINY, "--spread", "-0.5"], "--spread -0.5 must be at least 0"),
+        ([*TINY, "--spread", "nan"], "--spread nan must be at least 0"),
         ([*TINY, "--k", "36"], "k=36"),
         ([*TINY, "--batch", "9"], "more than the 8"),
         ([*TINY, "--rows", "gpu,host"], "--rows: no 'host'"),
@@ -278,6 +280,20 @@ def test_what_cannot_be_timed_is_said_in_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error
+
+
+def test_what_a_step_does_not_take_or_select_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = "fathom:basis=raw:rerank=2"
+    mixed = [*TINY, "--output", str(tmp_path / "run"), "--methods", f"{named},sparq:r=4"]
+    assert main([*mixed, "--rerank", "1,1.5", "--repeats", "1"]) == 0
+    line = "warning: --rerank 1,1.5 is not for what names a rerank itself: fathom budget=48 basis=raw rerank=2.0\n"
+    assert capsys.readouterr().err == line
+    assert sorted(one["rerank"] for one in records(tmp_path / "run")) == [1.0, 1.5, 2.0]
+    for flags in ([], ["--rerank", "2"]):
+        assert main([*TINY, "--output", str(tmp_path / "run"), "--methods", named, *flags]) == 0
+        assert not capsys.readouterr().err
+    assert main([*TINY, "--output", str(tmp_path / "all"), "--methods", "sparq:r=4", "--k", "4096", "--repeats", "1"]) == 0
+    assert capsys.readouterr().err.startswith("warning: k=4096 selects every token of 4096: ")
 
 
 @without_gpu
@@ -367,11 +383,11 @@ def test_a_basis_is_a_dense_matrix_of_every_layer_and_loki_ranks_by_keys_and_que
             assert torch.equal(picked[0].long(), gains[layer].topk(8).indices.sort(-1).values)
 
 
-def tiny_source(methods: str) -> SyntheticSource:
+def tiny_source(methods: str, contexts: tuple[int, ...] = (4096,)) -> SyntheticSource:
     return SyntheticSource(
         SHAPES["tiny-shape"],
         parse_methods(methods),
-        [4096],
+        contexts,
         1,
         device=torch.device("cpu"),
         index="host",
@@ -424,3 +440,9 @@ def test_an_arena_is_emptied_on_every_way_out() -> None:
     with pytest.raises(RuntimeError, match="on the way"):
         use()
     assert arena.segments == []
+
+
+@pytest.mark.parametrize("contexts", [(1,), (36,), (63, 4096)])
+def test_contexts_shorter_than_a_block_are_refused(contexts: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="is not a multiple of 128 tokens"):
+        tiny_source("sparq:r=4", contexts)

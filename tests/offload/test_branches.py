@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,20 +15,20 @@ import torch
 
 from fathom_eval.batches import Batches
 from fathom_eval.branches import Branch
+from fathom_eval.captures import CaptureError
 from fathom_eval.decode import BranchResult, decode
 from fathom_eval.errors import UserError
-from fathom_eval.memory import estimate_memory
 from fathom_eval.methods import parse_method, parse_methods
 from fathom_eval.models import LoadedModel
 from fathom_eval.offload.arena import Arena
 from fathom_eval.offload.branches import (
     RuntimeDecoder,
-    check_runtime,
+    _free_unused,
     decode_all,
+    decoded_by,
     describe_split,
-    estimate_split,
     has_step,
-    runtime_of,
+    runtime_identity,
 )
 from fathom_eval.offload.scans import scan_of_prefix, store_of
 from fathom_eval.offload.step import DecodeStep
@@ -161,12 +162,18 @@ def failing_at(step: int, error: BaseException, run: Callable[[DecodeStep], None
     return fails
 
 
+class CompilationError(Exception):
+    """What a compiler of kernels raises is no RuntimeError."""
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [
         (UserError("rows were not gathered"), "rows were not gathered"),
         (torch.OutOfMemoryError("no more"), "out of memory: no more"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: "),
+        (ValueError("65,537 blocks are more than the 65,536"), "ValueError: 65,537 blocks are more"),
+        (CompilationError("at 3:4:\ntoo large"), "CompilationError: at 3:4: too large"),
     ],
 )
 def test_a_step_that_fails_ends_its_branch_alone(
@@ -188,7 +195,7 @@ def test_a_step_that_fails_ends_its_branch_alone(
     assert not any(arena.segments for arena in made)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError()])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit()])
 def test_what_is_no_failure_of_a_branch_comes_through_and_leaves_nothing(
     loaded: LoadedModel, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -226,25 +233,90 @@ def test_nothing_is_held_after_a_branch(loaded: LoadedModel, prefix: Prefix) -> 
     assert tensors() == before
 
 
-def test_the_weights_are_held_once() -> None:
-    loaded = tiny_model("qwen2", seed=5)
-    prefix = prefill(loaded, prompt(loaded, 150))
-    kept = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
-    dense = decode(loaded, prefix, [Branch(parse_method("dense"), None)], 8)
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Only what nothing refers to is gone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
-    def held() -> int:
-        return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in loaded.model.parameters()}.values())
 
-    before = held()
-    runtime = RuntimeDecoder(loaded, "hbm")
-    assert held() == before
-    model = {part.untyped_storage().data_ptr() for part in loaded.model.parameters()}
-    for layer in runtime._weights.layers:
-        matrices = (layer.projections, layer.output, layer.gate_and_up, layer.down)
-        assert {matrix.untyped_storage().data_ptr() for matrix in matrices} <= model
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in loaded.model.state_dict().items())
-    assert decode(loaded, prefix, [Branch(parse_method("dense"), None)], 8) == dense
-    assert runtime_of(loaded, None) is None
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("error", [None, RuntimeError, torch.OutOfMemoryError, UserError])
+def test_the_step_is_gone_before_its_memory_is_given_back(
+    loaded: LoadedModel, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None, capturing: bool
+) -> None:
+    made: list[weakref.ref[DecodeStep]] = []
+    alive: list[list[DecodeStep | None]] = []
+
+    def fail(step: DecodeStep) -> None:
+        made.append(weakref.ref(step))
+        if error is not None and capturing:
+            try:
+                raise error("a first one")
+            except Exception as first:
+                raise CaptureError("the step could not be recorded") from first
+        if error is not None and step.cache.lengths[0] > 330:
+            raise error("no more")
+        if not capturing:
+            run(step)
+
+    run = DecodeStep.run
+    monkeypatch.setattr(DecodeStep, "capture" if capturing else "run", fail)
+    monkeypatch.setattr("fathom_eval.offload.branches._free_unused", lambda device: alive.append([one() for one in made]))
+    runtime = RuntimeDecoder(loaded, "host")
+    with no_collector(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = runtime.decode(prefix, branch("fathom:basis=raw"), 4)
+        assert made
+        assert [one() for one in made] == [None] * len(made)
+    if error is None or (capturing and error is not torch.OutOfMemoryError):
+        assert (found.error, alive) == (None, [])
+    else:
+        assert found.error is not None
+        assert alive == [[None] * len(made)]
+
+
+def test_a_step_that_cannot_be_recorded_is_launched(loaded: LoadedModel, prefix: Prefix, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = branch("sparq:rerank=2")
+    [expected] = decode(loaded, prefix, [one], 6)
+
+    def fail(step: DecodeStep) -> None:
+        try:
+            raise cause
+        except Exception as error:
+            raise CaptureError(f"the step could not be recorded: {error}") from error
+
+    monkeypatch.setattr(DecodeStep, "capture", fail)
+    cause: Exception = RuntimeError("operation not permitted")
+    with pytest.warns(RuntimeWarning, match="kernel by kernel, which is slower: the step could not be recorded: operation not permitted"):
+        assert RuntimeDecoder(loaded, "host").decode(prefix, one, 6) == expected
+    cause = torch.OutOfMemoryError("CUDA out of memory. Tried")
+    found = RuntimeDecoder(loaded, "host").decode(prefix, one, 6)
+    assert found.error == "out of memory: the step could not be recorded: CUDA out of memory. Tried"
+
+
+def test_a_fault_of_the_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        _free_unused(torch.device("cuda", 0))
+    _free_unused(torch.device("cpu"))
+
+
+def test_more_candidates_than_there_are_tokens_take_no_more_room(loaded: LoadedModel, prefix: Prefix) -> None:
+    made: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        capture = DecodeStep.capture
+        patch.setattr(DecodeStep, "capture", lambda step: (made.append((step._candidates, step._count)), capture(step))[1])
+        for text, k in (("sparq:rerank=100", 500), ("landmark:rerank=4", 100_000), ("sparq:attend=union", 5000)):
+            compare(loaded, prefix, branch(text, k), 3)
+    assert all(candidates <= 512 + 95 and count <= 512 + 95 for candidates, count in made)
 
 
 def test_results_stand_in_the_order_of_the_branches(loaded: LoadedModel, prefix: Prefix) -> None:
@@ -271,25 +343,38 @@ def test_more_positions_than_the_model_has_are_refused() -> None:
         RuntimeDecoder(loaded, "host").decode(prefix, branch("fathom", 44), 40)
 
 
-def test_models_that_it_does_not_compute_are_refused(loaded: LoadedModel) -> None:
-    class Packed(torch.nn.Linear):
-        pass
+def test_what_no_program_of_a_gpu_holds_is_decoded_in_lock_step(loaded: LoadedModel) -> None:
+    there = dataclasses.replace(loaded.facts, device="cuda:0", query_heads=16, kv_heads=2)  # groups of eight
+    for text, most in (("sparq", 2**14), ("sparq:rerank=2", 2**13)):
+        spec = parse_method(text)
+        for more, holds in ((36, True), (37, False)):
+            assert has_step(spec, there, most + more) == holds
+            assert has_step(spec, loaded.facts, most + more), "a CPU has no such limit"
+            by = decoded_by("hbm", Branch(spec, most + more), there)
+            assert by == {"decoded_by": "runtime" if holds else "lock-step"}
+    assert decoded_by(None, branch("sparq"), there) == {}
+    line = describe_split(parse_methods("sparq,landmark,quest"), there, "host", [128, 2**15])
+    both = "sparq r=D/8 at k=32768, landmark size=8 at k=32768, quest page=16"
+    assert line.endswith(f": sparq r=D/8, landmark size=8; decoded in lock-step: {both}")
+    assert ": none; decoded in lock-step: landmark size=8 at k=" in describe_split(parse_methods("landmark"), there, "host", [2**15])
 
-    spread = dataclasses.replace(loaded, facts=dataclasses.replace(loaded.facts, layer_devices=("cpu", "cuda:1")))
-    with pytest.raises(UserError, match=r"one device, and tiny-llama is spread over cpu\+cuda:1"):
-        check_runtime(spread, "host")
-    with pytest.raises(UserError, match="llama, qwen2, qwen3"):
-        RuntimeDecoder(tiny_model("mistral", sliding_window=None), "host")
-    with pytest.raises(UserError, match="not in 'disk'"):
-        check_runtime(loaded, "disk")
-    with pytest.raises(UserError, match="pieces of 16 bytes, and a key of tiny-llama has 24"):
-        check_runtime(dataclasses.replace(loaded, facts=dataclasses.replace(loaded.facts, head_dim=6)), "host")
-    with pytest.raises(UserError, match="up to 31 query heads a KV head; tiny-llama has 32"):
-        check_runtime(dataclasses.replace(loaded, facts=dataclasses.replace(loaded.facts, query_heads=64)), "host")
-    packed = tiny_model("llama", seed=7)
-    packed.model.model.layers[1].mlp.up_proj = Packed(64, 128, bias=False)
-    with pytest.raises(UserError, match="plain linear layers, not Packed"):
-        check_runtime(packed, "host")
+
+def test_a_run_on_a_gpu_says_what_its_scores_are(loaded: LoadedModel) -> None:
+    there = dataclasses.replace(loaded.facts, device="cuda:0")
+    assert runtime_identity(None, there) == {}
+    assert runtime_identity("hbm", there) == {"runtime": "hbm", "runtime_scores": "float16"}
+    assert runtime_identity("hbm", loaded.facts) == {"runtime": "hbm"}
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, torch.float32), (torch.float16, torch.float16)])
+def test_scores_are_those_of_the_timed_step(
+    loaded: LoadedModel, prefix: Prefix, given: torch.dtype | None, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[torch.dtype] = []
+    capture = DecodeStep.capture
+    monkeypatch.setattr(DecodeStep, "capture", lambda step: (kinds.append(step.tail_scores.dtype), capture(step))[1])
+    found = RuntimeDecoder(loaded, "host", given).decode(prefix, branch("sparq"), 2)
+    assert (kinds, found.error) == ([expected], None)
 
 
 def test_who_decodes_what_is_one_line(loaded: LoadedModel) -> None:
@@ -298,7 +383,9 @@ def test_who_decodes_what_is_one_line(loaded: LoadedModel) -> None:
         "decoded by the timed step (all in the memory of the CPU): sparq r=D/8, landmark size=8; decoded in lock-step: dense, quest page=16"
     )
     on_gpu = dataclasses.replace(loaded.facts, device="cuda:0")
-    assert "(rows in host memory, index in HBM): none; decoded in lock-step: dense" in describe_split(parse_methods("dense"), on_gpu, "hbm")
+    assert "(rows in host memory, index in HBM, float16 scores): none; decoded in lock-step: dense" in describe_split(
+        parse_methods("dense"), on_gpu, "hbm"
+    )
 
 
 @pytest.mark.parametrize("text", METHODS)
@@ -307,24 +394,3 @@ def test_a_store_is_known_without_a_prefix(loaded: LoadedModel, prefix: Prefix, 
     assert has_step(spec, loaded.facts)
     scan = scan_of_prefix(spec, loaded.facts, prefix.layers)
     assert store_of(spec) == (scan.store, scan.span)
-
-
-def test_the_estimate_is_of_one_branch_at_a_time(loaded: LoadedModel) -> None:
-    facts, tokens = loaded.facts, 100_000
-    branches = [Branch(parse_method("dense"), None), branch("landmark"), branch("full"), branch("quest:page=16")]
-    plain = estimate_memory(facts, branches, tokens, 64, 8)
-    assert estimate_split(facts, branches, tokens, 64, 8, None) == plain
-    assert "host memory" not in str(plain)
-    rest = estimate_memory(facts, [branches[0], branches[3]], tokens, 64, 8)
-    rows = facts.layers * 2 * facts.kv_heads * tokens * facts.head_dim * 4
-    sizes = {}
-    for device, index in itertools.product(("cpu", "cuda:0"), ("host", "hbm")):
-        there = dataclasses.replace(facts, device=device)
-        found = sizes[device, index] = estimate_split(there, branches, tokens, 64, 8, index)
-        assert (found.prefix, found.stores, found.tails) == (rest.prefix, rest.stores, rest.tails)
-        assert (found.pinned >= rows) == (device != "cpu")
-    codes = rows // 2 // 4 * 4 // 8
-    assert sizes["cuda:0", "host"].pinned >= sizes["cuda:0", "hbm"].pinned + codes
-    assert sizes["cuda:0", "host"].work == rest.work, "buffers alone take less than a prefill"
-    assert sizes["cpu", "hbm"].work == sizes["cpu", "host"].work >= rows + codes
-    assert "of host memory" in str(sizes["cuda:0", "hbm"])

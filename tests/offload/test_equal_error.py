@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 from fathom_eval.cli import main
 from fathom_eval.errors import UserError
 from fathom_eval.offload.bench.equal_error import equal_error, write_table
-from fathom_eval.run import Run
+from fathom_eval.run import PACKED, RECORDS, Run
 
 
 def fidelity(method: str, label: str, bits: float, error: float, **options: object) -> dict[str, Any]:
-    cell = {"kind": "fidelity", "finish": "complete", "context": 8192, "k": 256, "head_dim": 64}
+    cell = {"kind": "fidelity", "finish": "complete", "context": 8192, "k": 512, "head_dim": 64}
     return {**cell, "method": method, "label": label, "options": options, "bits": bits, "error_dense": error}
 
 
@@ -55,7 +56,7 @@ def test_each_method_is_timed_where_it_reaches_the_error(tmp_path: Path) -> None
     ]
     assert [(row.windows, row.basis) for row in rows] == [(1, ""), (1, ""), (1, "klt")]
     write_table(tmp_path / "table.csv", rows)
-    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,256,1,fathom,,fathom budget=32 rerank=2,0.18,")
+    assert (tmp_path / "table.csv").read_text().splitlines()[2].startswith("8192,512,1,fathom,,fathom budget=32 rerank=2,0.18,")
     joint = step("fathom", "fathom budget=32 attend=union", 38, 30, options={"attend": "union"})
     assert equal_error(errors, [*steps, joint], "double_sparsity c=D/4")[2].step_label == "fathom budget=32 attend=union"
     with pytest.raises(UserError, match="did you mean"):
@@ -175,11 +176,65 @@ def test_a_named_budget_or_number_of_channels_must_agree_before_the_bits() -> No
     assert stand_in({**sparq, "label": "sparq r=some"}, step("sparq", "sparq r=15", 66, 60)) == ["sparq r=15"]
 
 
-def test_the_command_takes_several_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, made in (("errors", KLT_ERRORS), ("steps", [{**one, "options": one.get("options", {})} for one in KLT_STEPS])):
-        with Run.open(tmp_path / name, identity={"made": name}, details={"kind": name}) as opened:
+def test_errors_and_steps_of_another_k_are_not_paired() -> None:
+    other = [{**one, "k": 256} for one in KLT_ERRORS]
+    said: list[str] = []
+    rows = equal_error([*other, *KLT_ERRORS], KLT_STEPS, "double_sparsity c=D/4", said.append)
+    assert rows == equal_error(KLT_ERRORS, KLT_STEPS, "double_sparsity c=D/4")
+    assert {(row.error_k, row.step_k) for row in rows} == {(512, 512)}
+    assert said == ["left out: errors at k = 256; steps were timed at k = 512"]
+    with pytest.raises(UserError, match=r"at the same k and bits a channel \(errors at k = 256; steps were timed at k = 512\)$"):
+        equal_error(other, KLT_STEPS, "double_sparsity c=D/4")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """Arguments for the folders ``errors`` and ``steps``; ``ruler`` is a run beside them."""
+    steps = [{**one, "options": one.get("options", {})} for one in KLT_STEPS]
+    ruler = [{**KLT_ERRORS[0], "kind": "ruler"}]
+    for name, kind, made in (("errors", "fidelity", KLT_ERRORS), ("steps", "bench", steps), ("ruler", "ruler", ruler)):
+        with Run.open(tmp_path / name, identity={"benchmark": "step"}, details={"kind": kind}) as opened:
             opened.append([{"task": "t", "sample": 0, "method_version": 1, **one} for one in made])
-    command = ["bench", "equal-error", "--errors", str(tmp_path / "errors"), "--output", str(tmp_path / "steps")]
+    return ["bench", "equal-error", "--errors", str(tmp_path / "errors"), "--output", str(tmp_path / "steps")]
+
+
+def test_the_command_reads_packed_records(command: list[str], tmp_path: Path) -> None:
+    assert main(command) == 0
+    made = (tmp_path / "steps/equal_error.csv").read_bytes()
+    (tmp_path / "steps/equal_error.csv").unlink()
+    for name in ("errors", "steps"):
+        file = tmp_path / name / RECORDS
+        file.with_name(PACKED).write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert main(command) == 0
+    assert (tmp_path / "steps/equal_error.csv").read_bytes() == made
+    assert not (tmp_path / "steps" / RECORDS).exists()
+
+
+def test_the_command_says_what_it_was_not_given(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "whole.jsonl").write_text('{"kind": "step", "model": "m", "tokens": 9}\n')
+    bare = tmp_path / "bare.jsonl"
+    bare.write_bytes((tmp_path / "steps" / RECORDS).read_bytes())
+    for flags, said in (
+        (["--errors", f"{tmp_path}/ruler"], f"--errors {tmp_path}/ruler is a ruler run, not a fidelity run"),
+        (["--errors", f"{tmp_path}/steps"], f"--errors {tmp_path}/steps is a run of 'bench step', not a fidelity run"),
+        (["--output", f"{tmp_path}/errors"], f"--output {tmp_path}/errors is a fidelity run, not a run of 'bench step'"),
+        (["--output", f"{tmp_path}/whole.jsonl"], "is a run of other timings, not a run of 'bench step'"),
+        (["--output", str(bare)], "is a file: equal-error needs the folder of the run"),
+        (["--errors", f"{tmp_path}/none"], f"no run at {tmp_path}/none"),
+        (["--contexts", "4096", "--k", "64"], "--contexts, --k: no meaning in equal-error; it measures nothing"),
+        (["--lanes", "2", "--trust-remote-code"], "--lanes, --trust-remote-code: no meaning"),
+    ):
+        assert main([*command, *flags]) == 2
+        error = capsys.readouterr().err.strip()
+        assert said in error
+        assert "\n" not in error
+    (tmp_path / "steps/equal_error.csv").mkdir()  # as where the folder cannot be written
+    assert main(command) == 2
+    assert f"cannot write {tmp_path}/steps/equal_error.csv" in capsys.readouterr().err
+
+
+def test_the_command_takes_several_references(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, references in (
         ([], ["double_sparsity c=D/4"]),
         (["--reference", "loki r=D/4, double_sparsity c=D/4"], ["loki r=D/4", "double_sparsity c=D/4"]),

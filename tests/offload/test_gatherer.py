@@ -329,6 +329,7 @@ def test_bytes_of_a_step_by_hand(rows_by: str, kept: tuple[int, int], fetched: i
         tail=torch.zeros(1),
         blocks=torch.tensor([2]),
         lanes=lanes_of(1, 3, 2, 1),
+        layers=[SimpleNamespace(basis=None)],
     )
     step: Any = SimpleNamespace(
         cache=cache,

@@ -131,6 +131,8 @@ def test_lanes_share_all_heads(count: int, sizes: list[int]) -> None:
         (2, 8, 2**20, "host", 4, None),
         (4, 3, 2**20, "host", 4, None),
         (4, 8, 2**17, "host", 4, None),
+        (4, 8, 2**17, "hbm", 2, None),
+        (4, 8, 2**20, "hbm", 2, None),
         (2, 8, 2**17, "host", 2, None),
         (1, 3, 2**20, "host", 3, 1),
         (1, 2, 2**20, "host", 2, None),

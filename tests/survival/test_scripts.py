@@ -18,7 +18,7 @@ import pytest
 from fathom_eval.cli import main
 from fathom_eval.methods.sparq import SparQ
 from fathom_eval.models import LoadedModel
-from fathom_eval.run import RECORDS
+from fathom_eval.run import PACKED, RECORDS
 from fathom_eval.session_data import SessionData
 from tests.survival.conftest import Arguments
 
@@ -140,7 +140,7 @@ def test_without_measurements_the_plan_extrapolates_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = script("scale_plan")
-    monkeypatch.setattr(sys, "argv", ["scale_plan.py", "--measured=/nowhere"])
+    monkeypatch.setattr(sys, "argv", ["scale_plan.py", "--extrapolate"])
     assert module.main() == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "**Times are extrapolated** from measurements of a small model at 84,144 to 96,875 tokens (below)" in printed
@@ -150,6 +150,32 @@ def test_without_measurements_the_plan_extrapolates_and_says_so(
     assert "No session of more than 96,875 tokens, no model above 0.5 B and no model spread over several GPUs was timed." in printed
     assert "## What was measured" not in printed
     assert "No forecast for larger models" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--measured={}/none.jsonl"], r"none\.jsonl cannot be read: No such file or directory; --extrapolate does without"),
+        (["--measured={}/page.md"], r"page\.md holds something else than what benchmarks/scale\.py prints"),
+        (["--measured={}/device.jsonl"], "has no device, or no model at two lengths or more"),
+        (["--gpus=1"], r"--gpus 1 are too few: a copy of Qwen3-4B takes 2 of 139\.8"),
+        (["--gpu-gib=0.5"], r"GPUs of 0\.5 GiB \(--gpu-gib\) are too small for one of the 36 layers of Qwen3-4B"),
+        (["--gpu-gib=0.5", "--extrapolate", "--gpus=1000"], r"GPUs of 0\.5 GiB"),
+        (["--gpu-gib=nan"], "--gpu-gib nan must be above 0"),
+        (["--gpus=0"], "--gpus 0 must be above 0"),
+        (["--sessions=0"], "--sessions 0 must be above 0"),
+        (["--tokens=-1"], "--tokens -1 must be above 0"),
+        (["--new-tokens=0"], "--new-tokens 0 must be above 0"),
+        (["--tokens=2047"], "--tokens 2047 are fewer than the k = 2048"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page.md").write_text("# A page")
+    (tmp_path / "device.jsonl").write_text('{"kind": "device"}')
+    module = script("scale_plan")
+    monkeypatch.setattr(sys, "argv", ["scale_plan.py", *(argument.format(tmp_path) for argument in arguments)])
+    with pytest.raises(SystemExit, match=said):
+        module.main()
 
 
 def test_what_was_measured_is_read_from_the_published_runs() -> None:
@@ -267,6 +293,48 @@ def test_what_is_no_complete_run_to_compare_with_is_said(ruler: Arguments, tmp_p
     path.write_text("".join(line for line in lines if json.loads(line)["sample"] == 0))
     with pytest.raises(SystemExit, match="is unfinished: it has 1 of 2 samples"):
         module.main([f"--compare-only={tmp_path}"])
+    path.with_name(PACKED).write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    with pytest.raises(SystemExit, match=r"one are packed: unpack them first \(gunzip -k .*/one/records\.jsonl\.gz\)"):
+        module.main([f"--compare-only={tmp_path}"])
+
+
+def test_runs_that_lack_records_or_tables_are_not_called_equal(
+    ruler: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("several_devices")
+    assert main(ruler("one", limit=1)) == 0
+    capsys.readouterr()
+
+    def compared() -> tuple[int, dict[str, Any], str]:
+        code, printed = module.main([f"--compare-only={tmp_path}"]), capsys.readouterr()
+        return code, json.loads(printed.out), printed.err
+
+    code, found, _ = compared()
+    assert (code, found["records_equal"], found["finished"]) == (1, False, False), "a run alone equals no other"
+    for name in module.cases("", "", "").keys() - {module.ONE}:
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+    code, found, said = compared()
+    assert (code, found["records_equal"], found["finished"], said) == (0, True, True, "")
+    table = tmp_path / "split" / "report" / "samples.csv"
+    kept = table.read_text()
+    table.write_text(kept.partition("\n")[0] + "\n")
+    code, found, _ = compared()
+    assert (code, found["records_equal"], [run["tables_equal"] for run in found["runs"]].count(False)) == (1, True, 1)
+    table.write_text(kept)
+    shutil.rmtree(tmp_path / "again" / "report")
+    code, found, said = compared()
+    assert (code, [run["tables_equal"] for run in found["runs"]]) == (0, [True, None, True, True, True])
+    assert said == f"no tables of 'again' to compare: fathom-eval report {tmp_path}/again makes them\n"
+    shutil.rmtree(tmp_path / "one" / "report")
+    assert {run["tables_equal"] for run in compared()[1]["runs"]} == {None}
+    path = tmp_path / "each" / RECORDS
+    whole = path.read_text().splitlines(keepends=True)
+    for lines in (whole[:-1], []):
+        path.write_text("".join(lines))
+        code, found, _ = compared()
+        assert (code, found["records_equal"], found["finished"]) == (1, False, False)
+    assert not module.same_records({"exit_code": 1})
 
 
 def test_the_published_times_at_90_000_tokens_are_those_of_their_logs() -> None:

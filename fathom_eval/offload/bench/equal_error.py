@@ -1,8 +1,8 @@
 """Step times at equal attention error: errors of a fidelity run beside times of a step run.
 
 The models of the two runs differ as a rule: errors come from a model that was trained, times from random weights of a larger shape. A
-configuration of the one stands for one of the other where method, rerank and what a head attends to are the same and the bits a token and
-channel agree; so must budgets and numbers of channels that both labels name, as shares of head_dim. Where no step of the same basis was
+configuration of the one stands for one of the other where k, method, rerank and what a head attends to are the same and the bits a token
+and channel agree; so must budgets and numbers of channels that both labels name, as shares of head_dim. Where no step of the same basis was
 timed, one of the model's own channels stands for it; what turns a query into a basis is not in that time then.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from fathom_eval.console import csv_safe
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.reports.timing_steps import in_turn
-from fathom_eval.run_files import write_atomically
+from fathom_eval.run_files import file_errors, write_atomically
 
 SAME_BITS = 0.06
 """Bits a channel may differ by so much, relative: blocks not yet full and the spread of plans over layers move them by a few per cent.
@@ -88,7 +88,10 @@ class _Configuration:
 
 
 def equal_error(
-    fidelity: Iterable[Mapping[str, Any]], steps: Iterable[Mapping[str, Any]], references: str | Sequence[str]
+    fidelity: Iterable[Mapping[str, Any]],
+    steps: Iterable[Mapping[str, Any]],
+    references: str | Sequence[str],
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[EqualError]:
     """Every method, in each basis, at the error of each reference.
 
@@ -98,6 +101,7 @@ def equal_error(
             reference that one counts in which the reference was fastest, and in it the fastest of either; without such a round the fastest
             of either anywhere.
         references: Label of the fidelity run's configuration whose error is to be reached, or several.
+        say: Told of errors that are left out, since no step of their k was timed.
 
     Raises:
         UserError: A reference has no record, or none of its error or time.
@@ -109,6 +113,7 @@ def equal_error(
         if reference not in known:
             raise UserError(f"the fidelity run has no '{reference}'; {did_you_mean(reference, known)}")
     timed = _timed(steps)
+    other = _other_k({k for _, k in cells}, {k for _, k, _, _ in timed})
     found = []
     for reference in wanted:
         rows = [
@@ -116,22 +121,33 @@ def equal_error(
             for (context, k), cell in sorted(cells.items())
             for target in cell
             if target.label == reference
-            for members in timed.values()
+            for (_, step_k, _, _), members in timed.items()
+            if step_k == k  # an error at another k is that of another step
             for row in _rows(context, k, cell, target, members)
         ]
         if not rows:
-            raise UserError(f"no step of the run stands for '{reference}': time its method and rerank at the same bits a channel")
+            missing = "time its method and rerank at the same k and bits a channel"
+            raise UserError(f"no step of the run stands for '{reference}': {missing}{other and f' ({other})'}")
         found += rows
+    if other:
+        say(f"left out: {other}")
     return found
 
 
 def write_table(path: Path, rows: Sequence[EqualError]) -> None:
-    """The rows as CSV, numbers unrounded."""
+    """The rows as CSV, numbers unrounded. Raises UserError where the file cannot be written."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(EqualError)], lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: csv_safe(value) if isinstance(value, str) else value for name, value in asdict(row).items()} for row in rows)
-    write_atomically(path, text.getvalue().encode())
+    with file_errors(path):
+        write_atomically(path, text.getvalue().encode())
+
+
+def _other_k(of_errors: set[int], of_steps: set[int]) -> str:
+    """Which k only the errors have, in words; empty where there is a step of each."""
+    alone = ", ".join(map(str, sorted(of_errors - of_steps)))
+    return alone and f"errors at k = {alone}; steps were timed at k = {', '.join(map(str, sorted(of_steps))) or 'none'}"
 
 
 def _cells(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], list[_Configuration]]:

@@ -13,7 +13,8 @@ import torch
 from fathom_eval.kernels.gather import gather_channels
 from fathom_eval.kernels.linear import linear
 from fathom_eval.kernels.segments import SegmentTable
-from fathom_eval.offload.arena import host_bytes, release_pinned, total_host_bytes
+from fathom_eval.memory import host_bytes
+from fathom_eval.offload.arena import release_pinned, total_host_bytes
 from fathom_eval.offload.bench.timing import Path, path_records, time_paths
 
 COPY_SIZES = tuple(2**power for power in range(12, 29, 2))

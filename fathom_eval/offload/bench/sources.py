@@ -14,17 +14,18 @@ from torch import Tensor
 from fathom_eval.calibration import Basis
 from fathom_eval.errors import UserError
 from fathom_eval.kernels.segments import SEGMENT_BLOCKS
-from fathom_eval.memory import gib
+from fathom_eval.memory import gib, host_bytes
 from fathom_eval.methods import MethodSpec
 from fathom_eval.methods.base import channel_count
 from fathom_eval.methods.double_sparsity import DoubleSparsity
 from fathom_eval.methods.fathom import Fathom
 from fathom_eval.methods.loki import Loki
-from fathom_eval.offload.arena import Arena, SegmentShape, host_bytes, known_stores, segments_for
+from fathom_eval.offload.arena import Arena, SegmentShape, known_stores, segments_for
 from fathom_eval.offload.bench.synthetic import SharedQueries, SyntheticKeys, attach_pool
 from fathom_eval.offload.cache import TieredCache, lanes_of
+from fathom_eval.offload.generate import segment_shape
 from fathom_eval.offload.pinned import huge_bytes
-from fathom_eval.offload.scans import FixedChannels, Scan, WaterFilling, check_spec, fixed_scan, scan_of_prefix
+from fathom_eval.offload.scans import FixedChannels, Landmarks, Scan, WaterFilling, check_spec, fixed_scan, scan_of_prefix
 from fathom_eval.offload.step import DecodeStep
 from fathom_eval.offload.weights import DecoderWeights, ModelShape, random_weights, rotary_angles, weights_of
 from fathom_eval.selection import Policy
@@ -114,12 +115,12 @@ class SyntheticSource:
         self._shape, self._device, self._context = shape, device, 0
         self._bases: list[Basis] | None = None
         scans = [self._scan(spec) for spec in specs]  # refuses what cannot be timed
-        blocks = min(SEGMENT_BLOCKS, max(2, 1 << ((min(contexts) // 64).bit_length() - 1)))
+        blocks = min(SEGMENT_BLOCKS, max(2, 1 << (max(1, min(contexts) // 64).bit_length() - 1)))
         for context in contexts:
             if context % (64 * blocks):
                 raise UserError(f"context {context} is not a multiple of {64 * blocks} tokens, the size of a segment")
         stores = known_stores(["planes", *(scan.store for scan in scans)])
-        spans = {scan.span for scan in scans if scan.span > 1} or {8}
+        spans = {scan.span for scan in scans if scan.store == Landmarks.store} or {8}
         if len(spans) > 1:
             raise UserError(
                 f"landmarks of {' and '.join(map(str, sorted(spans)))} tokens cannot share a pool: time them in runs of their own"
@@ -270,6 +271,8 @@ def _basis_notes(cache: TieredCache, vectors: str) -> dict[str, Any]:
 class PrefixSource:
     """A loaded model and real prefills: every method has its own segments, since stores differ in basis.
 
+    The model's matrices are joined in place, once for all contexts.
+
     Args:
         prefix_of: Prefills ``context`` tokens.
     """
@@ -289,7 +292,7 @@ class PrefixSource:
     def open(self, context: int) -> None:
         self._stack.close()
         self.prefix = self._prefix_of(context)
-        self._weights = weights_of(self._loaded, self.prefix.tokens, ROOM)
+        self._weights = weights_of(self._loaded, self.prefix.tokens, ROOM, in_place=True)
 
     def weights(self) -> DecoderWeights:
         assert self._weights is not None
@@ -305,12 +308,9 @@ class PrefixSource:
         assert prefix is not None
         scan = scan_of_prefix(spec, facts, prefix.layers)
         most = prefix.tokens + ROOM
-        blocks = min(SEGMENT_BLOCKS, max(2, 1 << (-(-most // 64) - 1).bit_length()))
-        shape = SegmentShape(
-            facts.kv_heads, facts.head_dim, blocks, prefix.layers[0].keys.dtype, (scan.store,), scan.span if scan.span > 1 else 8
-        )
+        shape = segment_shape(facts, scan.store, scan.span, most, prefix.layers[0].keys.dtype)
         arena = self._stack.enter_context(Arena(shape, self.weights().device, self.index, self._host_pages))
-        arena.check(facts.layers * rows * segments_for(most, blocks))
+        arena.check(facts.layers * rows * segments_for(most, shape.blocks))
         lane_list = lanes_of(rows, facts.kv_heads, lanes, last_heads)
         cache = TieredCache.allocate(arena, facts.layers, rows, lane_list, most, spec.policy.local, scan.bases)
         for row in range(rows):
