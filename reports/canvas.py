@@ -64,6 +64,7 @@ def draw(name: str, title: str, description: str, origin: str, size: tuple[float
     """A figure of ``size`` inches, drawn by ``plot`` below :data:`HEAD` inches that its title and origin take."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure
+    from matplotlib.textpath import TextPath
 
     tips = Tips()
     # A label that matplotlib's font lacks a sign for is drawn with a box; the page and the tables show it as it is.
@@ -75,7 +76,11 @@ def draw(name: str, title: str, description: str, origin: str, size: tuple[float
         figure = Figure(figsize=size)
         plot(figure, tips)
         width = int(size[0] * 13)
-        figure.text(0.16 / size[0], 1 - 0.16 / size[1], shorten(title, width), fontsize=10, fontweight="bold", va="top")
+        head = figure.text(0.16 / size[0], 1 - 0.16 / size[1], shorten(title, int(width * 1.2)), fontsize=10, fontweight="bold", va="top")
+        # A long title is set smaller, so that the frame does not cut it.
+        inches = TextPath((0, 0), head.get_text() or " ", size=10, prop=head.get_fontproperties()).get_extents().width / 72
+        # Hinted at some resolution it is up to 4 % wider.
+        head.set_fontsize(10 * min(1.0, (size[0] - 0.32) / max(0.1, 1.04 * inches)))
         below = textwrap.wrap(shorten(origin, 4 * width), int(width * 1.25)) or [""]
         below[1:] = [shorten(" ".join(below[1:]), int(width * 1.25))] if below[1:] else []
         figure.text(0.16 / size[0], 1 - 0.36 / size[1], "\n".join(below), fontsize=7.5, va="top", linespacing=1.25)

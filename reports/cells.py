@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from fathom_eval.console import printable
+from fathom_eval.reports.decoding import decoder_of, decoders
 from fathom_eval.run import canonical_json
 from fathom_eval.stats import CEILING, is_discriminative, mean_and_standard_error, paired_difference, pooled_mean_and_standard_error
 
@@ -66,6 +67,7 @@ class Point:
     fired_per_step: float | None
     needles: tuple[tuple[float, bool], ...] = ()
     """Depth of every gold string in the haystack, and whether the generation contains it; empty where the record does not say."""
+    decoded_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Cell:
     rows: float | None
     head_dim: float | None
     notes: tuple[str, ...]
+    decoded_by: str = ""
 
     @property
     def failed(self) -> bool:
@@ -289,6 +292,7 @@ def _cell(
         rows=_mean(complete, lambda point: point.rows),
         head_dim=_mean(members, lambda point: point.head_dim),
         notes=tuple(notes),
+        decoded_by=decoders(members),
     )
 
 
@@ -374,6 +378,7 @@ def _point(record: Mapping[str, Any]) -> Point:
         head_dim=_number(record.get("head_dim")),
         fired_per_step=fired / steps if fired is not None and steps else None,
         needles=_needles(record) if score is not None else (),
+        decoded_by=decoder_of(record),
     )
 
 

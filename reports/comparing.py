@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fathom_eval.reports.cells import MINIMUM_PAIRS
+from fathom_eval.reports.decoding import decoding_difference
 from fathom_eval.reports.document import Block, Column, Entry, Measure, Row, Section, Table, difference, entry
 from fathom_eval.reports.facts import differing_facts
 from fathom_eval.reports.wording import join
@@ -86,7 +87,8 @@ def _words(
         names = [
             name.removeprefix("identity.") for name, _ in differing_facts([first.manifest, other.manifest]) if name.startswith("identity.")
         ]
-        reason = f"They differ in {join(names)}." if names else "At least one of them records none."
+        reason = decoding_difference(names, [(section.name, section.manifest) for section in (first, other)])
+        reason = reason or (f"They differ in {join(names)}." if names else "At least one of them records none.")
         text = f"The identities of the runs do not match. {reason} Nothing is averaged or paired; values stand side by side."
     for own, theirs, section in ((before, after, first), (after, before, other)):
         methods = {key[2] for key in theirs}

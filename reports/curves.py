@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 FIXED_DEPTH = frozenset({"sparq", "double_sparsity", "loki", "thumbnail", "full", "landmark"})
 """Methods that read every channel they touch to one depth: drawn as points, since nothing lies between two of them."""
 
-_LEGEND_CHARACTERS = 30
+_LEGEND_CHARACTERS, _WIDE_LEGEND_CHARACTERS = 30, 36
+"""In one line of a legend's entry, below one panel and below several."""
+_LEGEND_LINES = 2
 _MOST_TICKS = 7
 
 
@@ -52,12 +55,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A level across the figure: dense attention (solid) or exact top-k (dashed)."""
+    """A level across the figure: dense attention (solid), exact top-k (dashed), or exact top-k under another policy (dotted)."""
 
     label: str
     y: float
     dashed: bool
     tip: str
+    dotted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,17 @@ def draw_panels(name: str, title: str, description: str, origin: str, panels: Se
         return None
     families = [family for family in styles if any(point.family == family for panel in panels for point in panel.points)]
     columns = 2 if len(panels) == 1 else 3
-    legend = 0.1 + 0.19 * -(-(len(families) + 2) // columns)
+    labels = _legend_labels(families, _LEGEND_CHARACTERS if len(panels) == 1 else _WIDE_LEGEND_CHARACTERS)
+    # Two lines of the references stand first; entries fill one column after the other.
+    lines = [1, 1, *(label.count("\n") + 1 for label in labels.values())]
+    rows, more = divmod(len(lines), columns)
+    filled = [lines[rows * place + min(place, more) :][: rows + (place < more)] for place in range(columns)]
+    rows += more > 0
+    legend = 0.1 + 0.19 * rows + 0.14 * (max(map(sum, filled)) - rows)
     size = (4.8 if len(panels) == 1 else 0.72 + 3.98 * len(panels), 3.35 + legend)
 
     def plot(figure: Figure, tips: Tips) -> None:
         handles: dict[str, Any] = {}
-        labels = _legend_labels(families)
         left, gap = 0.62 / size[0], 0.92 / size[0]
         width = (1 - left - 0.1 / size[0] - gap * (len(panels) - 1)) / len(panels)
         titled = any(panel.title for panel in panels)
@@ -108,29 +117,34 @@ def draw_panels(name: str, title: str, description: str, origin: str, panels: Se
     return draw(name, title, description, origin, size, plot)
 
 
-def _legend_labels(families: Sequence[str]) -> dict[str, str]:
-    """A text of bounded length for each family, no two alike: long names often differ in their ends alone."""
+def _legend_labels(families: Sequence[str], width: int) -> dict[str, str]:
+    """A text for each family of a bounded number of lines, no two alike: long names often differ in their ends alone."""
     found: dict[str, str] = {}
     for family in families:
         # matplotlib hides an entry that begins with an underscore.
         name = family.lstrip("_") or family
-        label = shorten(name, _LEGEND_CHARACTERS)
+        label = _lines(name, width)
         if label in found.values():
-            half = _LEGEND_CHARACTERS // 2
+            half = width // 2
             label = f"{name[: half - 1]}…{name[-half:]}"
         number = 2
         while label in found.values():
-            label = f"{shorten(name, _LEGEND_CHARACTERS - 4)} ({number})"
+            label = f"{shorten(name, width - 4)} ({number})"
             number += 1
         found[family] = label
     return found
+
+
+def _lines(name: str, width: int) -> str:
+    lines = textwrap.wrap(name, width) or [name]
+    return "\n".join(lines) if len(lines) <= _LEGEND_LINES else shorten(name, width)
 
 
 def _draw_panel(axes: Axes, panel: Panel, styles: dict[str, Style], tips: Tips, handles: dict[str, Any], labels: Mapping[str, str]) -> None:
     for reference in panel.references:
         if panel.y_log and reference.y <= 0:
             continue
-        style: Any = (0, (5, 3)) if reference.dashed else "-"
+        style: Any = (0, (1, 2)) if reference.dotted else (0, (5, 3)) if reference.dashed else "-"
         line = axes.axhline(reference.y, color=INK, linewidth=1.1, linestyle=style, zorder=1, gid=tips.gid(reference.tip))
         handles.setdefault(reference.label, line)
     for family, (colour, marker, line_style) in styles.items():

@@ -20,7 +20,8 @@ COUNTED = ("bits", "declared_bits", "active_channels", "rows", "candidate_rows",
 COMPARED = ("error_dense", "error_exact")
 LEGEND = (
     "mean over positions, layers, query heads and windows ± standard error over windows; error: ‖o − o_ref‖ / ‖o_ref‖ with dense "
-    "attention or exact top-k at the same k as the reference; excess: error to dense beyond exact top-k's own"
+    "attention or exact top-k at the same k and with the same attend as the reference; excess: error to dense beyond that of this exact "
+    "top-k, so of a row with attend=union beyond that of exact attend=union"
 )
 _BOOTSTRAP_SEED = 0
 

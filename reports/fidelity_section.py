@@ -37,16 +37,22 @@ from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.tables import results_csv
 from fathom_eval.reports.wording import count, join, number, setting, significant, spread
+from fathom_eval.run import canonical_json
 from fathom_eval.stats import paired_difference
 
 _MANY_METHODS = 16
 """With more of them the page sets only those against each other that none beats in bits and error; the CSV holds every pair."""
-
-
+_ORACLES = (
+    (canonical_json({}), "exact top-k, own winners", False),
+    (canonical_json({"attend": "union"}), "exact top-k, attend=union", True),
+)
+"""Options of exact top-k in the order of the figure's lines, what they are called there, and whether the line is dotted."""
 READING = how_to_read(
     "lower",
     "the attention output is closer to the one it is compared with. Both axes are logarithmic",
-    "The dashed line is exact top-k: what is left of the error when the k tokens are chosen without a mistake.",
+    "The dashed line is exact top-k whose heads attend to their own winners: what is left of the error when each head's k tokens are "
+    "chosen without a mistake. Scans with attend=union attend to more tokens than k and may lie below it; a dotted line, where the run has "
+    "it, is exact top-k with attend=union, which they are set against.",
 )
 
 
@@ -195,9 +201,10 @@ def _figure(context: int, k: int, rows: Sequence[Mapping[str, Any]], where: str,
             if not row["control"] and row["bits"] is not None and row[metric] is not None
         ]
         references = [
-            Reference("exact top-k", row[metric], True, f"exact top-k: {label} {significant(row[metric])}")
+            Reference(name, row[metric], True, f"{name}: {label} {significant(row[metric])}", dotted=dotted)
+            for options, name, dotted in _ORACLES
             for row in rows
-            if row["name"] == "exact" and row["options"] == "{}" and row[metric] is not None
+            if row["name"] == "exact" and row["options"] == options and row[metric] is not None
         ]
         panels.append(Panel(label, points, references, label, y_log=True))
     title = f"error of attention outputs, {setting(context, k)}"

@@ -78,7 +78,7 @@ def finding(rows: Rows, at: tuple[int, int], pairs: pd.DataFrame, *, brief: bool
         return ""
     oracle = [row["error_dense"] for row in here if row["name"] == "exact" and row["options"] == "{}"]
     own = f"exact top-k itself differs from dense by {significant(oracle[0])}; " if oracle and oracle[0] is not None else ""
-    named = [f"{row['method']} ({number(row['bits'], 0)} bits, {significant(row['error_dense'])})" for row in best]
+    named = [f"{row['method']} ({number(row['bits'], 1)} bits, {significant(row['error_dense'])})" for row in best]
     more = len(named) - _MOST_IN_LEAD
     if brief and more > 1:
         named = [*named[: _MOST_IN_LEAD - 1], f"{more} more", named[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 # Dark to light of one hue family that colour-blind readers see in order (cividis), as the background of a printed number.
 _LOW, _HIGH = (0, 34, 78), (254, 232, 56)
-_LABEL_CHARACTERS = 34
+_LABEL_CHARACTERS, _BAR_CHARACTERS = 34, 30
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
 LEFT_OVER, GREY = "other", "#8b949e"
 """The part of a bar that is none of the named ones, and its colour."""
@@ -86,11 +87,11 @@ def _shade(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: its parts, stacked in the order of the legend, and a mark across it."""
+    """One bar: its parts, stacked in the order of the legend, and marks across it with their names, the first solid, others dashed."""
 
     label: str
     parts: Sequence[tuple[str, float]]
-    mark: float | None = None
+    marks: Sequence[tuple[str, float]] = ()
 
 
 def part_styles(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -103,14 +104,18 @@ def part_styles(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
     return {part: styles.get(part, (GREY, "--")) for part in parts}
 
 
-def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequence[Bar], axis: str, mark_label: str) -> Drawing | None:
+def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequence[Bar], axis: str) -> Drawing | None:
     """Lying bars of stacked parts; None without bars."""
     if not bars:
         return None
     parts = list(dict.fromkeys(part for bar in bars for part, _ in bar.parts))
     columns = 3
-    legend = 0.1 + 0.19 * -(-(len(parts) + 1) // columns)
-    size = (6.6, 1.4 + legend + 0.29 * len(bars))
+    marks = list(dict.fromkeys(mark for bar in bars for mark, _ in bar.marks))
+    legend = 0.1 + 0.19 * -(-(len(parts) + max(1, len(marks))) // columns)
+    # Labels differ in their ends: they are broken into lines and not cut.
+    labels = [textwrap.wrap(shorten(bar.label, 4 * _BAR_CHARACTERS), _BAR_CHARACTERS) or [""] for bar in bars]
+    lines = max(map(len, labels))
+    size = (6.6, 1.4 + legend + (0.29 if lines == 1 else 0.14 * lines + 0.07) * len(bars))
 
     def plot(figure: Figure, tips: Tips) -> None:
         left, bottom, top = 2.1 / size[0], (0.48 + legend) / size[1], 1 - (HEAD + 0.08) / size[1]
@@ -135,11 +140,12 @@ def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequen
                 drawn.patches[0].set_gid(tips.gid(tip))
                 handles.setdefault(shorten(part, 26), drawn)
                 start += amount
-            if bar.mark is not None:
-                tip = f"{bar.label}: {mark_label} {significant(bar.mark)}"
-                (line,) = axes.plot([bar.mark, bar.mark], [y - 0.42, y + 0.42], color=INK, linewidth=2, gid=tips.gid(tip))
-                handles.setdefault(mark_label, line)
-        axes.set_yticks(range(len(bars)), labels=[shorten(bar.label, 30) for bar in bars], fontsize=8)
+            for mark, amount in bar.marks:
+                tip = f"{bar.label}: {mark} {significant(amount)}"
+                style: Any = {"linewidth": 2} if mark == marks[0] else {"linewidth": 1.6, "linestyle": (0, (2, 1))}
+                (line,) = axes.plot([amount, amount], [y - 0.42, y + 0.42], color=INK, gid=tips.gid(tip), **style)
+                handles.setdefault(mark, line)
+        axes.set_yticks(range(len(bars)), labels=["\n".join(label) for label in labels], fontsize=8)
         axes.set_ylim(len(bars) - 0.5, -0.5)
         axes.set_xlim(left=0)
         axes.set_xlabel(axis)
@@ -149,6 +155,7 @@ def draw_bars(name: str, title: str, description: str, origin: str, bars: Sequen
             axes.spines[side].set_visible(False)
         if len(handles) == 1:
             return  # the axis says what the only part is
+        handles |= {mark: handles.pop(mark) for mark in marks if mark in handles}
         figure.legend(
             handles.values(), handles.keys(), loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=columns, frameon=False, fontsize=8
         )

@@ -84,7 +84,6 @@ def _figure(kind: str, records: Sequence[Mapping[str, Any]], origin: str, taken:
         origin,
         bars,
         "ms",
-        "floor",
     )
     return [] if drawing is None else [drawing]
 

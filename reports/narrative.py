@@ -6,6 +6,7 @@ import math
 
 from fathom_eval.console import printable
 from fathom_eval.reports.cells import ALL_TASKS, CEILING_NOTE, NOT_DISCRIMINATIVE, Cell, Comparison, Method, Role
+from fathom_eval.reports.decoding import decoding_remarks, decoding_words
 from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.ruler_source import Source, is_scan
 from fathom_eval.reports.wording import Remark, count, join, number, setting, signed, spread
@@ -41,10 +42,11 @@ def subject(source: Source) -> str:
     samples = spread(counts, "sample")
     where = f" on {join(source.devices)}" if source.devices else ""
     haystack = f", in a haystack of {source.haystack}" if source.haystack else ""
-    return (
+    text = (
         f"{count(len(scans), 'scan')} of {source.model}{where}, compared with dense attention and with exact top-k: "
         f"{join(source.tasks)}{haystack}, {samples} a task and context."
     )
+    return f"{text} {decoding_words(source.run.manifest, source.points)}".rstrip()
 
 
 def answer(source: Source) -> str:
@@ -143,4 +145,5 @@ def remarks(source: Source) -> list[Remark]:
     if source.run.problems:
         damage = "; ".join(printable(problem) for problem in list(source.run.problems)[:3])
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped: {damage}.", grave=True))
+    found += decoding_remarks(source.run.manifest, source.points)
     return found + [Remark(f"{text}.") for text in source.remarks]

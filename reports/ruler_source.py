@@ -41,6 +41,11 @@ class Source:
         """The run's tasks."""
         return tasks_of(self.points)
 
+    @cached_property
+    def decoded(self) -> bool:
+        """Whether the records say what decoded them."""
+        return any(point.decoded_by for point in self.points)
+
     @property
     def failures(self) -> list[Point]:
         """The samples that gave no score."""

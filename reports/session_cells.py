@@ -12,6 +12,7 @@ from typing import Any
 
 from fathom_eval.console import printable
 from fathom_eval.reports.cells import Comparison
+from fathom_eval.reports.decoding import decoder_of, decoders
 from fathom_eval.reports.protocols import line_of
 from fathom_eval.run import canonical_json
 from fathom_eval.stats import mean_and_standard_error, paired_difference
@@ -64,6 +65,7 @@ class Step:
     rescored: float | None
     tokens: tuple[int, ...]
     session_id: str = ""
+    decoded_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class SessionCell:
     rows: float | None
     rescored: float | None
     against_baseline: Comparison | None
+    decoded_by: str = ""
 
     @property
     def failed(self) -> bool:
@@ -207,6 +210,7 @@ def _dense_at(dense: Step, exact: Step | None) -> Step:
         rescored=dense.rescored,
         tokens=dense.tokens,
         session_id=dense.session_id,
+        decoded_by=dense.decoded_by,
     )
 
 
@@ -235,6 +239,7 @@ def _cell(
         rows=_mean(complete, lambda step: step.rows),
         rescored=_mean(complete, lambda step: step.rescored),
         against_baseline=against,
+        decoded_by=decoders(members),
     )
 
 
@@ -286,6 +291,7 @@ def _step(record: Mapping[str, Any]) -> Step:
         rescored=_number(record.get("candidate_rows")),
         tokens=tuple(record["token_ids"]),
         session_id=printable(record.get("session_id") or ""),
+        decoded_by=decoder_of(record),
     )
 
 

@@ -11,6 +11,7 @@ from fathom_eval.console import shorten
 from fathom_eval.errors import UserError
 from fathom_eval.reports.absent import adding
 from fathom_eval.reports.cells import MINIMUM_PAIRS
+from fathom_eval.reports.decoding import decoding_remarks, decoding_words
 from fathom_eval.reports.facts import devices_of, fact, last_settings, model_of
 from fathom_eval.reports.gaps import NOUNS, Gap, Half, gaps, half_remarks, half_written, planned
 from fathom_eval.reports.gaps import Cell as GapCell
@@ -65,6 +66,11 @@ class SessionSource:
     def sessions(self) -> int:
         """Sessions with records."""
         return len({step.session for step in self.steps})
+
+    @cached_property
+    def decoded(self) -> bool:
+        """Whether the records say what decoded them."""
+        return any(step.decoded_by for step in self.steps)
 
     @property
     def model(self) -> str:
@@ -189,6 +195,7 @@ def session_remarks(source: SessionSource) -> list[Remark]:
     found += half_remarks(source.halves, source.run.torn, NOUNS["sessions"], source.ids)
     if source.run.problems:
         found.append(Remark(f"{count(len(source.run.problems), 'damaged line')} of the records skipped.", grave=True))
+    found += decoding_remarks(source.run.manifest, source.steps)
     return found + [Remark(f"{note}.") for note in source.notes]
 
 
@@ -197,11 +204,12 @@ def subject(source: SessionSource) -> str:
     scans = {cell.method for cell in source.cells if cell.method.role is Role.SCAN}
     devices = join(devices_of(source.run.manifest))
     length = f" of {source.tokens} tokens" if source.tokens else ""
-    return (
+    text = (
         f"{count(len(scans), 'scan')} of {source.model}{f' on {devices}' if devices else ''}: the agent's next step in "
         f"{count(source.sessions, 'session')}{length} made of {source.trajectories} trajectories, compared with the step of exact top-k "
         "at the same k."
     )
+    return f"{text} {decoding_words(source.run.manifest, source.steps)}".rstrip()
 
 
 def answer(source: SessionSource) -> str:

@@ -14,6 +14,7 @@ from fathom_eval.console import printable
 from fathom_eval.reports.canvas import Style
 from fathom_eval.reports.cells import Comparison
 from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels, how_to_read
+from fathom_eval.reports.decoding import COLUMN
 from fathom_eval.reports.document import (
     Block,
     Column,
@@ -318,6 +319,7 @@ def results_frame(source: SessionSource) -> pd.DataFrame:
                 "candidate_rows": cell.rescored,
                 "failures": cell.failures,
                 "expected_sessions": cell.expected,
+                **({COLUMN: cell.decoded_by} if source.decoded else {}),
             }
         )
     return pd.DataFrame(rows)
@@ -350,8 +352,9 @@ def _write_paired(path: Path, source: SessionSource) -> None:
 
 
 def _write_steps(path: Path, source: SessionSource) -> None:
+    columns = (*STEP_COLUMNS, *([COLUMN] if source.decoded else []))
     with path.open("w", encoding="utf-8", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(STEP_COLUMNS)
+        writer.writerow(columns)
         for record in source.run.iter_records():
-            writer.writerow([csv_cell({"run": source.name, **record}.get(name)) for name in STEP_COLUMNS])
+            writer.writerow([csv_cell({"run": source.name, **record}.get(name)) for name in columns])

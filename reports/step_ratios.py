@@ -17,6 +17,7 @@ from fathom_eval.reports.timing_steps import (
     BUDGET,
     MOST_METHODS,
     Turns,
+    clock_of,
     is_48_bit,
     legend_of_mark,
     method_of,
@@ -89,7 +90,10 @@ def _cells(source: TimingSource, place: Place, context: int) -> list[_Cell]:
 def _legend(source: TimingSource, cells: Sequence[_Cell], about: str) -> str:
     others = ", or of the read that a setting names" if any(method_of(cell.turns.own) != source.reads[0] for cell in cells) else ""
     apart = legend_of_mark((cell.turns.apart for cell in cells), "the reference")
-    return f"÷: a method's GPU time over that of {source.reads[0]}{others}{about}{apart}"
+    side = [cell.place.sessions > 1 for cell in cells]
+    clock = "wall time" if all(side) else "GPU time"
+    mixed = "; of several sessions side by side ÷ and step ÷ floor are of wall times" if any(side) and not all(side) else ""
+    return f"÷: a method's {clock} over that of {source.reads[0]}{others}{about}{mixed}{apart}"
 
 
 def _by_setting(source: TimingSource, cells: Sequence[_Cell], names: Sequence[str], bits: Mapping[str, float]) -> Table:
@@ -137,7 +141,7 @@ def _own(cell: _Cell) -> list[Entry]:
     parts, layers = own.get("parts_ms"), value(own, "layers")
     top = value(parts, "top_k") if isinstance(parts, Mapping) and not overlaps(own) else None
     return [
-        entry(quotient(own, "gpu_ms", "floor_ms"), 2),
+        entry(quotient(own, clock_of(own), "floor_ms") if value(own, "gpu_ms") is not None else None, 2),
         entry(quotient(own, "wall_ms", "gpu_ms"), 3),
         entry(top / layers if top and layers else None, 3),
         entry(value(own, "scan_of_link"), 3),

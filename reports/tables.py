@@ -21,6 +21,7 @@ from fathom_eval.reports.cells import (
     sort_key,
     tasks_of,
 )
+from fathom_eval.reports.decoding import COLUMN
 from fathom_eval.reports.narrative import interval, with_error
 from fathom_eval.reports.ruler_source import Source
 from fathom_eval.reports.wording import number
@@ -56,7 +57,8 @@ WHOLE = (
 
 def results_frame(source: Source, cells: Sequence[Cell]) -> pd.DataFrame:
     """One row a cell, with everything known about it; numbers unrounded."""
-    return pd.DataFrame([_row(source.name, cell) for cell in cells], columns=list(_row(source.name, cells[0])) if cells else None)
+    frame = pd.DataFrame([_row(source.name, cell) for cell in cells], columns=list(_row(source.name, cells[0])) if cells else None)
+    return frame.assign(**{COLUMN: [cell.decoded_by for cell in cells]}) if source.decoded and cells else frame
 
 
 def _row(run: str, cell: Cell) -> dict[str, Any]:
@@ -112,13 +114,14 @@ def write_results_csv(path: Path, source: Source, cells: Sequence[Cell]) -> None
 def write_samples_csv(path: Path, source: Source) -> None:
     """One row a record, written as the records are read, so that a big run needs no more memory than a small one."""
     dense = _dense_tokens(source)
+    columns = (*SAMPLE_COLUMNS, *([COLUMN] if source.decoded else []))
     with path.open("w", encoding="utf-8", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(SAMPLE_COLUMNS)
+        writer.writerow(columns)
         for record in source.run.iter_records():
             row = {"run": source.name, **record}
             row.setdefault("first_divergence", _first_divergence(record, dense))
-            writer.writerow([csv_cell(row.get(name)) for name in SAMPLE_COLUMNS])
+            writer.writerow([csv_cell(row.get(name)) for name in columns])
 
 
 def _dense_tokens(source: Source) -> dict[tuple[Any, ...], Sequence[int]]:

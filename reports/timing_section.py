@@ -23,7 +23,7 @@ from fathom_eval.reports.kernel_tables import kernel_blocks
 from fathom_eval.reports.step_ratios import ratio_block
 from fathom_eval.reports.tables import results_csv
 from fathom_eval.reports.timing_source import ROWS, Place, TimingSource, contexts_of, place_of, valid
-from fathom_eval.reports.timing_steps import Step, method_of, overlaps, quotient, time_of, value
+from fathom_eval.reports.timing_steps import Step, clock_of, method_of, overlaps, quotient, time_of, value
 from fathom_eval.reports.timing_tables import parts_table, step_table
 from fathom_eval.reports.timing_words import answer, finding, remarks, subject
 from fathom_eval.reports.wording import significant, spread
@@ -106,17 +106,28 @@ def _bars(stem: str, steps: Sequence[Step], where: str) -> Any:
     if not split:
         return None
     longest = max(step["context"] for step in split)
+    shown = [step for step in split if step["context"] == longest]
+    side_by_side = any(overlaps(step) for step in split)
     bars = [
-        Bar(method_of(step), [(printable(name), float(ms)) for name, ms in step["parts_ms"].items() if ms], value(step, "floor_ms"))
-        for step in split
-        if step["context"] == longest
+        Bar(method_of(step), [(printable(name), float(ms)) for name, ms in step["parts_ms"].items() if ms], _marks(step, side_by_side))
+        for step in shown
     ]
     title = f"where the time goes at {longest:,} tokens"
-    axis = "GPU ms of all kernels; of those side by side, each" if any(overlaps(step) for step in split) else "GPU ms of a step"
-    description = (
-        f"GPU milliseconds of a step by component at {longest:,} tokens, with the floor marked. The numbers are in the table below."
-    )
-    return draw_bars(f"parts-{stem}", title, description, where, bars, axis, "floor")
+    axis = "GPU ms of all kernels; of those side by side, each" if side_by_side else "GPU ms of a step"
+    marked = "with the floor marked"
+    if side_by_side:
+        marked = "with the floor and the step's own time marked, which the bar exceeds, since kernels of it ran side by side"
+    description = f"GPU milliseconds of a step by component at {longest:,} tokens, {marked}. The numbers are in the table below."
+    return draw_bars(f"parts-{stem}", title, description, where, bars, axis)
+
+
+def _marks(step: Step, side_by_side: bool) -> list[tuple[str, float]]:
+    """The floor, and of kernels that ran side by side, whose sum is no time of a step, the step's own time."""
+    clock = clock_of(step)
+    named = {"floor": value(step, "floor_ms")}
+    if side_by_side:
+        named[f"the whole step, {'wall' if clock == 'wall_ms' else 'GPU'} time"] = value(step, clock)
+    return [(name, amount) for name, amount in named.items() if amount is not None]
 
 
 def _measures(source: TimingSource) -> list[Measure]:

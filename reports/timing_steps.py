@@ -103,10 +103,19 @@ def _additions(label: str) -> tuple[bool, bool, bool, bool, int]:
 
 def ratio(step: Step, own: Step) -> float | None:
     """Time of a step over that of another by the same clock; None where they have none in common."""
-    if (value(step, "gpu_ms") is None) != (value(own, "gpu_ms") is None):
+    clock = clock_of(step)
+    if clock != clock_of(own):
         return None
-    time, base = time_of(step), time_of(own)
+    time, base = value(step, clock), value(own, clock)
     return time / base if time is not None and base else None
+
+
+def clock_of(step: Step) -> str:
+    """The time that ratios of a step are of: GPU time, and wall time where there was no GPU or several sessions ran side by side.
+
+    Of kernels of several sessions the profiler gives times above those of a run without it.
+    """
+    return "wall_ms" if value(step, "gpu_ms") is None or (value(step, "sessions") or 1) > 1 else "gpu_ms"
 
 
 def method_of(step: Step) -> str:

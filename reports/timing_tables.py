@@ -26,6 +26,7 @@ from fathom_eval.reports.wording import join, number, significant
 
 _MB = 1e6
 _TITLES = ("context", "GPU ms", "wall ms", "floor ms", "GPU ÷ floor", "× Fathom", "scan bits", "channels", "link MB", "rows MB")
+PROFILED = "GPU ms of sessions side by side are of a profiled run, which may take longer than the wall time of one without the profiler"
 OVERLAP = (
     "kernels ran side by side: while one lane scans, another fetches rows or attends, so each component has the time of its own kernels, "
     "their sum is more than the step's GPU time, and no component says how much shorter the step would be without it"
@@ -47,7 +48,9 @@ def step_table(source: TimingSource, stem: str, place: Place, where: str) -> Tab
         notes = [*(["another round than Fathom's read"] if apart == OTHER_ROUND else []), *_notes(step, synthetic=not synthetic)]
         rows.append(Row(_entries(step, reference, APART if apart else "", notes), control=bool(step.get("void"))))
     references = list(dict.fromkeys(method_of(turns.own) for each in found.values() for turns in each))
-    legend = f"× Fathom: GPU time over that of {' or '.join(references) or 'a read of Fathom'} in the same setting"
+    clock = "wall" if place.sessions > 1 else "GPU"
+    legend = f"× Fathom: {clock} time over that of {' or '.join(references) or 'a read of Fathom'} in the same setting"
+    legend += f"; {PROFILED}" if place.sessions > 1 else ""
     legend += "; void rows are in no figure"
     legend += legend_of_mark((apart for _, apart in own.values()), "that read")
     links = sorted({number(rate, 1) for step in steps if (rate := value(step, "link_gb_s")) is not None})

@@ -12,12 +12,13 @@ from fathom_eval.reports.timing_steps import (
     BUDGET,
     MOST_METHODS,
     OTHER_ROUND,
+    Step,
     Turns,
     aliased_layers,
+    clock_of,
     method_of,
     quotient,
     ratio,
-    time_of,
     value,
     void_reason,
 )
@@ -54,11 +55,17 @@ def finding(source: TimingSource, place: Place) -> str:
     if not turns:
         return absent(source, place, contexts[-1])
     own = turns[0].own
-    base, over = time_of(own) or math.nan, quotient(own, "gpu_ms", "floor_ms")
-    clock = "GPU time" if value(own, "gpu_ms") is not None else "wall-clock time, without a GPU"
+    base, over = value(own, clock_of(own)) or math.nan, _over_floor(own)
+    clock = "wall-clock time" if clock_of(own) == "wall_ms" else "GPU time"
+    clock += ", without a GPU" if value(own, "gpu_ms") is None else ""
     floor = "" if over is None else f", {number(over, 2)} times its floor"
     own_time = f"{method_of(own)} takes {significant(base)} ms of {clock}{floor}"
     return f"With the {place}, at {contexts[-1]:,} tokens: {own_time}.{_compared(turns)}"
+
+
+def _over_floor(step: Step) -> float | None:
+    """The time that ratios are of over the floor; None without a GPU."""
+    return None if value(step, "gpu_ms") is None else quotient(step, clock_of(step), "floor_ms")
 
 
 def _compared(turns: list[Turns]) -> str:

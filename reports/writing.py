@@ -173,18 +173,24 @@ class Folder:
         return file
 
     def fill_all(self, name: str, writers: Sequence[Callable[[Path], object]]) -> Path:
-        """Let several write one CSV file: the rows of each below those of the one before, under one header."""
+        """Let several write one CSV file: the rows of each below those of the one before, under one header that has every column."""
         if len(writers) == 1:
             return self.fill(name, writers[0])
 
         def write(path: Path) -> None:
             with tempfile.TemporaryDirectory() as folder, path.open("wb") as target:
-                for index, writer in enumerate(writers):
-                    part = Path(folder) / f"{index}.csv"
+                parts = [Path(folder) / f"{index}.csv" for index in range(len(writers))]
+                for writer, part in zip(writers, parts, strict=True):
                     writer(part)
+                # A run without rows may have no columns either.
+                parts = [part for part in parts if _header(part).strip()] or parts[:1]
+                if len({_header(part) for part in parts}) > 1:
+                    target.write(_joined(parts))
+                    return
+                target.write(_header(parts[0]))
+                for part in parts:
                     with part.open("rb") as source:
-                        header = source.readline()
-                        target.write(header if index == 0 else b"")
+                        source.readline()
                         target.writelines(source)
 
         return self.fill(name, write)
@@ -200,6 +206,19 @@ class Folder:
         listed = self.path / LIST
         listed.write_text(json.dumps({"report": self._written}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return listed
+
+
+def _header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.readline()
+
+
+def _joined(parts: Sequence[Path]) -> bytes:
+    """CSV files with other columns as one, every value as it is written."""
+    import pandas as pd
+
+    frames = [pd.read_csv(part, dtype=str, keep_default_na=False, na_filter=False, lineterminator="\n") for part in parts]
+    return str(pd.concat(frames, ignore_index=True).fillna("").to_csv(index=False, lineterminator="\n")).encode()
 
 
 def _earlier(path: Path) -> dict[str, str]:

@@ -41,6 +41,8 @@ def test_the_legend_of_many_families_covers_no_axes_and_panels_not_one_another(
     box = legend.get_window_extent()
     whole = figure.bbox
     assert len(legend.get_texts()) == amount + 2
+    shown = {" ".join(text.get_text().split()) for text in legend.get_texts()}
+    assert shown == {"dense", "exact top-k", *families}, "every entry is whole, on two lines where it is long"
     assert box.y0 >= whole.y0 - 1
     assert box.x1 <= whole.x1 + 1
     boxes = [axes.get_tightbbox() for axes in figure.axes]

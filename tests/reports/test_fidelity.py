@@ -13,8 +13,12 @@ from fathom_eval.reports import build_report
 from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table, pairs_frame
 from fathom_eval.reports.fidelity_words import equal_error, frontier
 from fathom_eval.reports.protocols import line_of
+from fathom_eval.reports.wording import significant
 from tests.reports.made_records import fidelity_records, write_run
 from tests.reports.pages import data, every_file, read_page, table
+
+PUBLISHED = Path(__file__).parents[2] / "reports" / "published"
+UNION, DOCUMENT = PUBLISHED / "fidelity-qwen-coder-32k-union", PUBLISHED.parents[1] / "docs" / "fidelity.md"
 
 
 def made_record(window: int, method: str, k: int | None, value: float, **changes: Any) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def test_a_page_with_both_errors_their_intervals_and_the_bits_at_equal_error(tmp
     page = read_page(files)
     page.check()
     assert "12 scans of smollm2 on a CPU: the relative error of attention outputs" in page.words
-    assert "fathom budget=32 basis=raw (19 bits, 0.0663)" in page.words
+    assert "fathom budget=32 basis=raw (19.0 bits, 0.0663)" in page.words
     [row] = [row for row in table(files, "errors-2048-k64") if row["method"] == "sparq r=D/8"]
     assert float(row["error to dense"]) == pytest.approx(float(row["excess"]) + 0.0534, abs=1e-3)
     assert set(row) >= {"error to dense standard error", "error to exact top-k", "recall", "k∪"}
@@ -176,9 +180,44 @@ def test_the_lead_is_the_longest_context_at_its_first_k_and_short(tmp_path: Path
     lead, *sections = files.markdown.read_text(encoding="utf-8").split("### ")
     assert "At 600 tokens, k = 64" in lead
     assert "At 300 tokens" not in lead
-    assert "scan 4 (14 bits, 0.950), 6 more and scan 11 (21 bits, 0.850)." in lead
+    assert "scan 4 (14.0 bits, 0.950), 6 more and scan 11 (21.0 bits, 0.850)." in lead
     assert "The other setting stands below." in lead
     assert len(lead.split("dense attention", 1)[1]) < 900
     chains = "neighbours are not separated in error: scan 0 … scan 2; scan 3 … scan 5; scan 6 … scan 8; scan 9 … scan 11."
     own = {section.split("\n")[0]: section for section in sections}
-    assert all(chains in own[title] and "scan 7 (17 bits" in own[title] for title in ("300 tokens, k = 64", "600 tokens, k = 64"))
+    assert all(chains in own[title] and "scan 7 (17.0 bits" in own[title] for title in ("300 tokens, k = 64", "600 tokens, k = 64"))
+
+
+def test_a_row_with_union_is_set_against_exact_top_k_with_union(tmp_path: Path) -> None:
+    """In published records excess is what is left of the error beyond exact top-k of the same attend, and the page and document say so."""
+    files = build_report([UNION], tmp_path / "out")
+    rows = {row["method"]: row for row in data(files, "results.csv")}
+    plain, union = (float(rows[name]["error_dense"]) for name in ("exact", "exact attend=union"))
+    assert union < plain, "so that no sentence may say that nothing comes below the dashed line"
+    for label, oracle in (("fathom budget=24 basis=auto attend=union", union), ("fathom budget=24 basis=auto", plain)):
+        assert float(rows[label]["error_dense"]) - float(rows[label]["excess"]) == pytest.approx(oracle)
+    page = read_page(files)
+    assert "exact top-k at the same k and with the same attend as the reference" in page.words
+    assert "with exact top-k at the same k and with the same `attend` as the reference" in " ".join(
+        DOCUMENT.read_text(encoding="utf-8").split()
+    )
+    figure = next(path for path in files.figures if path.suffix == ".svg").read_text(encoding="utf-8")
+    assert f"<title>exact top-k, own winners: error to dense {significant(plain)}</title>" in figure
+    assert f"<title>exact top-k, attend=union: error to dense {significant(union)}</title>" in figure
+    assert all(f">{name}</text>" in figure for name in ("exact top-k, own winners", "exact top-k, attend=union"))
+    assert "below it no choice of k tokens a head by score is expected to come. Scans with attend=union attend to more" in page.words
+    assert "Scans with attend=union attend to more tokens than k and may lie below it" in page.words
+
+
+def test_without_union_the_figure_has_one_line(tmp_path: Path) -> None:
+    files = build_report([write_run(tmp_path / "error", fidelity_records(ks=(64,)), kind="fidelity")], tmp_path / "out")
+    figure = next(path for path in files.figures if path.suffix == ".svg").read_text(encoding="utf-8")
+    assert ">exact top-k, own winners</text>" in figure
+    assert "attend=union" not in figure
+
+
+def test_the_lead_rounds_bits_as_the_table_does(tmp_path: Path) -> None:
+    files = build_report([write_run(tmp_path / "error", fidelity_records(ks=(64,)), kind="fidelity")], tmp_path / "out")
+    text = files.markdown.read_text(encoding="utf-8")
+    assert "fathom budget=64 basis=klt (37.6 bits," in text.split("### ")[0]
+    assert "| fathom budget=64 basis=klt | 37.6 |" in text
