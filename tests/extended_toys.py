@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,12 +24,12 @@ from fathom_eval.observations import (
 from fathom_eval.prefill import Prefix, PrefixLayer
 from fathom_eval.selection import Policy
 from fathom_eval.stores import ExactStore, StoreSpec
-from tests.test_methods import facts_of, step
+from tests.key_layers import needs_faiss
+from tests.method_matrix import facts_of, step
 
 FACTS = facts_of(3, 64)
 LSH = "magicpig:bits=4:tables=20"
 INDEXED = ("retrieval_attention:size=32:probes=0.3", "retrieval_attention:kind=hnsw:candidates=40")
-needs_faiss = pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")
 EXTENDED = (
     *("h2o", "threshold", "threshold:margin=0.5:rerank=2", LSH, "h2o:recent=0:rerank=2", f"{LSH}:reallocate=true:sink=0"),
     *("infllm", "infllm:rerank=2", "retroinfer_published:local=32", "retroinfer_published:local=32:retrieve=0.1:estimate=0"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,11 +15,12 @@ from fathom_eval.branches import Branch, BranchBatch
 from fathom_eval.calibration import QueryStatistics
 from fathom_eval.methods import parse_method
 from fathom_eval.models import ModelFacts
-from fathom_eval.observations import MeanQueryKeyProduct
+from fathom_eval.observations import LayerObservers, MeanQueryKeyProduct, needed_observations
 from fathom_eval.prefill import Prefix, PrefixLayer
 
-GROUP, CHANNELS, TOKENS = 3, 64, 320
+GROUP, CHANNELS, TOKENS, LOCAL = 3, 64, 320, 32
 CPU = torch.device("cpu")
+needs_faiss = pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed")
 
 
 def facts_of(head_dim: int = CHANNELS, layers: int = 1, group: int = GROUP) -> ModelFacts:
@@ -38,6 +42,15 @@ def real_layer(tokens: int = TOKENS, channels: int = CHANNELS, seed: int = 0) ->
     statistics.add(queries)
     observations = {MeanQueryKeyProduct(): (queries * keys.unsqueeze(1)).abs().mean(2)}
     return PrefixLayer(keys, torch.randn(2, tokens, channels, generator=generator), statistics, observations=observations)
+
+
+def observed_layer(*texts: str, tokens: int = TOKENS) -> PrefixLayer:
+    """The real layer with what these methods ask of its prefill."""
+    layer = real_layer(tokens)
+    prompt = torch.randn(2, GROUP, tokens, CHANNELS, generator=torch.Generator().manual_seed(11))
+    observers = LayerObservers(needed_observations((parse_method(text).method for text in texts), FACTS), 1)
+    observers.add(0, prompt, layer.keys, CHANNELS**-0.5)
+    return dataclasses.replace(layer, observations={**layer.observations, **observers.results(0)}, _stores={})
 
 
 def queries(rows: int = 2, channels: int = CHANNELS) -> Tensor:

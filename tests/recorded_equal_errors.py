@@ -7,7 +7,8 @@ from functools import cache
 from statistics import fmean
 
 from fathom_eval.offload.bench.equal_error import equal_error
-from tests.recorded_steps import EQUAL, ROOT, Record, equal_steps, lines_of, row
+from tests.recorded_names import EQUAL, ROOT
+from tests.recorded_steps import Record, equal_steps, lines_of, row
 
 FIDELITY = {length: ROOT / f"reports/published/fidelity-qwen-coder-{length}-small-budgets" for length in ("90k", "32k")}
 SMALL = "fathom budget={} basis=klt attend=union"

@@ -18,19 +18,8 @@ from tests.recorded_equal_errors import (
     turned,
     wall_ratio,
 )
+from tests.recorded_names import DOUBLE, DOUBLE_4, EQUAL, FATHOM, LANDMARK, LOKI_4, LONG, PUBLISHED, ROOT, SPARQ, SPARQ_4, THUMBNAIL
 from tests.recorded_steps import (
-    DOUBLE,
-    DOUBLE_4,
-    EQUAL,
-    FATHOM,
-    LANDMARK,
-    LOKI_4,
-    LONG,
-    PUBLISHED,
-    ROOT,
-    SPARQ,
-    SPARQ_4,
-    THUMBNAIL,
     batched,
     beside,
     best_of_sweep,

@@ -9,13 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PUBLISHED = ROOT / "reports/published/step-h200"
-KERNELS = ROOT / "reports/published/kernels-h200"
-EQUAL = ROOT / "reports/published/equal-error-h200"
-LONG = 2**20
-FATHOM, SPARQ, DOUBLE = "fathom budget=48 basis=raw", "sparq r=16", "double_sparsity c=32"
-LANDMARK, THUMBNAIL, FULL = "landmark size=8", "thumbnail depth=2", "full 4-bit"
+from tests.recorded_names import DOUBLE, DOUBLE_4, EQUAL, FATHOM, FULL, KERNELS, LANDMARK, LONG, PUBLISHED, SPARQ, THUMBNAIL
+
 ALONE = {
     FATHOM: "fathom 48",
     SPARQ: "nibble 16 channels",
@@ -25,8 +20,6 @@ ALONE = {
     FULL: "full 4-bit, nibble 128 channels",
 }
 """The kernels of the methods' scans."""
-DOUBLE_4, SPARQ_4, LOKI_4 = "double_sparsity c=D/4", "sparq r=D/4", "loki r=D/4"
-"""The scans of 136 bits, as the run of equal errors and the fidelity runs name them."""
 
 Record = dict[str, Any]
 

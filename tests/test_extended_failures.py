@@ -26,8 +26,8 @@ from tests.extended_toys import (
     Toy,
     toy,
 )
-from tests.test_fidelity import FixedWindows, structured_layer, token_ids
-from tests.tiny import tiny_model
+from tests.made_windows import FixedWindows, structured_layer
+from tests.tiny import tiny_model, token_ids
 
 
 def failing(where: str, error: type[BaseException] = RuntimeError) -> MethodSpec:

@@ -1,9 +1,8 @@
-"""Methods that need more than a store and a plan: what their hooks promise, in decoding and in fidelity alike."""
+"""Methods that need more than a store and a plan: their matrix, and what each hook of theirs promises."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import types
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,47 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathom_eval.branches import Branch, BranchBatch, batch_order
+from fathom_eval.branches import Branch
 from fathom_eval.decode import decode
 from fathom_eval.errors import UserError
 from fathom_eval.fidelity import Unit, evaluate
-from fathom_eval.fidelity_capture import capture
-from fathom_eval.fidelity_layer import LayerComparison, WindowLayer
-from fathom_eval.methods import BUILT_IN, MethodSpec, parse_method
-from fathom_eval.methods.magicpig import log_sampling_probability
-from fathom_eval.methods.sparq import SparQ
+from fathom_eval.fidelity_layer import WindowLayer
+from fathom_eval.methods import BUILT_IN, parse_method
 from fathom_eval.methods.step import Step
 from fathom_eval.models import ModelFacts
-from fathom_eval.observations import (
-    MeanQueryKeyProduct,
-    Observation,
-    ReceivedAttention,
-    ReceivedLocalAttention,
-    RecentQueries,
-    needed_observations,
-)
-from fathom_eval.prefill import PrefixLayer, prefill
-from fathom_eval.rehearsal import Rehearsal
-from fathom_eval.selection import Policy
+from fathom_eval.observations import ReceivedAttention
+from fathom_eval.prefill import prefill
 from fathom_eval.stores import StoreSpec
-from tests.extended_toys import (
-    EXTENDED,
-    FACTS,
-    INDEXED,
-    LSH,
-    Ahead,
-    Infinite,
-    Nothing,
-    Ratio,
-    Remainder,
-    Toy,
-    attend,
-    observed,
-    toy,
-)
-from tests.test_fidelity import FixedWindows, compare, structured_layer, token_ids
-from tests.test_methods import FURTHER, SCANS, SHAPES, facts_of, layer_prefix, step
-from tests.tiny import tiny_model
+from tests.extended_toys import EXTENDED, FACTS, LSH, Ahead, Infinite, Nothing, Remainder, Toy, attend, observed, toy
+from tests.made_windows import FixedWindows, compare, structured_layer
+from tests.method_matrix import FURTHER, SCANS, SHAPES, facts_of, layer_prefix, step
+from tests.tiny import tiny_model, token_ids
 
 # The matrix
 
@@ -123,138 +96,12 @@ def test_the_union_of_a_method_with_hooks_is_attended_to(text: str) -> None:
     assert alike == (batch.counts.rows[0].item() == 2 * 60), "only where the heads find the same"
 
 
-def test_weights_of_a_sample_need_the_head_that_drew_it() -> None:
-    for switch in ("share=group_sum", "share=group_max", "attend=union"):
-        with pytest.raises(UserError, match="each head weighs what it has sampled itself"):
-            parse_method(f"magicpig:{switch}").check(FACTS, [60])
-    parse_method("magicpig").check(FACTS, [60])
-
-
 def test_one_set_of_h2o_serves_the_group() -> None:
     spec = parse_method("h2o")
     prefix = observed(layer_prefix(4, 128, 450, torch.float32), 4, [spec], facts_of(4, 128))
     batch, _ = attend(prefix, [Branch(spec, 60), Branch(spec, 90)], facts_of(4, 128))
     assert batch.counts.rows.tolist() == [2 * 60, 2 * 90]
     assert batch.counts.scan_bits.tolist() == [0, 0]
-
-
-# Decoding and fidelity
-
-
-class _At(Rehearsal):
-    """What was rehearsed at one position of a window, for every row of a batch."""
-
-    def __init__(self, window: Rehearsal, position: int, rows: int) -> None:
-        self._window, self._position, self._rows = window, position, rows
-
-    def query(self, layer: int) -> Tensor | None:
-        found = self._window.query(layer)
-        return None if found is None else found[self._position].expand(self._rows, -1, -1, -1)
-
-
-INDEXES = INDEXED if importlib.util.find_spec("faiss") is not None else ()
-STATELESS = (
-    *(parse_method(text) for text in ("threshold", "threshold:margin=0.3:rerank=2:share=group_max", LSH, f"{LSH}:attend=union")),
-    *(
-        parse_method(text)
-        for text in (
-            *("retroinfer", "retroinfer_published", "retroinfer_published:local=16:attend=union", "infllm", *INDEXES),
-            "retrieval_attention:kind=pairs:candidates=150",
-        )
-    ),
-    *(parse_method(text) for text in ("shadowkv:outlier=2", "infinigen", "infinigen_skewed:dense_layers=none", "infinigen:query=own")),
-    *(parse_method(text) for text in ("infinigen:query=rehearsed", "infinigen_published:dense_layers=none:local=32")),
-    *(parse_method(text) for text in ("fathom:by_ratio=true", "fathom:by_ratio=true:basis=raw:budget=90:local=20")),
-    *(toy(method) for method in (Remainder(), Ahead(), Ratio(), Infinite(), Nothing())),
-    toy(Infinite(), rerank=2.0, reallocate=True),
-    toy(Infinite(), attend="union", keep_tail=True),
-)
-
-
-def test_a_position_gives_what_decoding_gives_there() -> None:
-    loaded = tiny_model("qwen2", layers=3, query_heads=6, kv_heads=2, head_dim=16)
-    ids, first = token_ids(loaded, 330), 240
-    branches = [Branch(spec, k) for spec in STATELESS for k in (110, 150)]
-    needs = needed_observations((spec.method for spec in STATELESS), loaded.facts)
-    rehearsal = Rehearsal(loaded.model, 3, first=first)
-    prefix = prefill(loaded, ids[: first + 1], observations=needs)
-    layers = capture(loaded, ids, 330 - first, observations=needs, rehearsal=rehearsal)
-    order = batch_order(branches, loaded.facts)
-    outcomes = []
-    for number, layer in enumerate(layers):
-        failures: dict[MethodSpec, str] = {}
-        previous = layers[number - 1].queries if number else None
-        comparison = LayerComparison(
-            layer, number, branches, loaded.facts, full_window=False, failures=failures, previous_queries=previous, rehearsal=rehearsal
-        )
-        found: dict[Branch, list[Any]] = {}
-        for _, branch, outcome in comparison.outcomes():
-            found.setdefault(branch, []).append(outcome)
-        assert not failures
-        outcomes.append(found)
-    for position in (first, 286, 287, 329):
-        batch = BranchBatch(prefix, [branches[row] for row in order], loaded.facts, _At(rehearsal, position - first, len(branches)))
-        for number, layer in enumerate(layers):
-            before = batch.counts.rows.clone()
-            query = layer.queries[position - first].expand(len(branches), -1, -1, -1)
-            keys, values = (part[None, :, first : position + 1].expand(len(branches), -1, -1, -1) for part in (layer.keys, layer.values))
-            expected = batch.attend(number, query, keys, values, layer.scaling)
-            assert not batch.failures
-            for at, row in enumerate(order):
-                parts, label = outcomes[number][branches[row]], branches[row].spec.label
-                output, rows = (torch.cat([getattr(part, name) for part in parts])[position - first] for name in ("output", "rows"))
-                # Logits of 25 and values of 9: this is their rounding in fp32; another set differs by more.
-                torch.testing.assert_close(output, expected[at], rtol=1e-4, atol=2e-4, msg=lambda text, label=label: f"{label}: {text}")
-                assert rows.sum() == batch.counts.rows[at] - before[at], label
-
-
-@pytest.mark.parametrize("text", ["h2o", "h2o:recent=0.2:rerank=2", "h2o:local=8:sink=0"])
-def test_a_method_with_memory_gives_at_every_position_what_a_branch_fed_with_the_window_gives(text: str) -> None:
-    loaded = tiny_model("qwen2", layers=1, query_heads=6, kv_heads=2, head_dim=16)
-    ids, first, spec = token_ids(loaded, 330), 250, parse_method(text)
-    needs = needed_observations([spec.method], loaded.facts)
-    prefix, [layer] = prefill(loaded, ids[: first + 1], observations=needs), capture(loaded, ids, 330 - first, observations=needs)
-    branches = [Branch(spec, 60), Branch(spec, 90)]
-    outcomes = compare(layer, branches, loaded.facts)
-    batch = BranchBatch(prefix, branches, loaded.facts)
-    for position in range(first, 330):
-        query = layer.queries[position - first].expand(2, -1, -1, -1)
-        keys, values = (part[None, :, first : position + 1].expand(2, -1, -1, -1) for part in (layer.keys, layer.values))
-        expected = batch.attend(0, query, keys, values, layer.scaling)
-        for row, branch in enumerate(branches):
-            torch.testing.assert_close(outcomes[branch].output[position - first], expected[row], rtol=1e-4, atol=1e-5)
-    assert not batch.failures
-
-
-@pytest.mark.parametrize("text", ["h2o", "h2o:recent=0:local=8:rerank=3"])
-def test_what_was_evicted_never_returns_and_the_heavy_are_kept(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
-    spec, sets = parse_method(text), list[Tensor]()
-    learn = type(spec.method).learn
-
-    def watched(self: Any, attended: Tensor, weights: Tensor, step: Step) -> None:
-        if step.layer == 0:
-            sets.append(attended[0].any(1))
-            assert (weights[~attended] == 0).all()
-            torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 2))
-        learn(self, attended, weights, step)
-
-    monkeypatch.setattr(type(spec.method), "learn", watched)
-    prefix = prefill(loaded, token_ids(loaded, 200), observations=needed_observations([spec.method], loaded.facts))
-    [result] = decode(loaded, prefix, [Branch(spec, 60)], 90)
-    assert result.finish == "length"
-    gone = torch.zeros(2, 0, dtype=torch.bool)
-    for kept in sets:
-        assert not (kept[:, : gone.shape[1]] & gone).any()
-        gone = ~kept
-    if spec.policy.rerank == 1:
-        assert result.rows == 60
-        received = prefix.layers[0].observations[ReceivedAttention()].sum(1)
-        received[:, :4] = received[:, 168:] = torch.inf  # sink, and the local window of the first step, the current token apart
-        expected = torch.zeros(2, 199, dtype=torch.bool).scatter_(1, received.topk(59).indices, True)
-        assert torch.equal(sets[0][:, :199], expected)
-    else:
-        assert sets[-1].sum() < sets[0].sum(), "what a query has no use for is gone for the next"
 
 
 # Scores that are not finite
@@ -299,114 +146,7 @@ def test_a_method_that_ranks_all_may_not_score_minus_infinity() -> None:
     assert outcome.scan.broken
 
 
-# Importance weights
-
-
-def test_weights_make_sums_over_the_samples_unbiased() -> None:
-    """Over many draws of the hashes, every key is counted once: 1/u as often as u."""
-    prefix, facts = layer_prefix(1, 64, 300, torch.float32), facts_of(1, 64)
-    query, layer = step(1, 64, 1, torch.float32)[0], prefix.layers[0]
-    draws, total, squares = 400, torch.zeros(2, 1, 256), torch.zeros(2, 1, 256)
-    for seed in range(draws):
-        method = parse_method(f"magicpig:bits=3:tables=12:seed={seed}").method
-        spec = method.store(facts)
-        assert spec is not None
-        store = spec.build(layer, 256)
-        found, _ = store.scan(query, query, None)
-        weights = method.log_weights(Step(0, None, 60, 0.125, 301, torch.tensor([301]), query, None, (store,), {}))
-        counted = torch.where(found > -torch.inf, weights, -torch.inf).exp()[0]
-        total += counted
-        squares += counted.square()
-    mean, deviation = total / draws, (squares / draws - (total / draws).square()).clamp_min(0).sqrt() / draws**0.5
-    common = log_sampling_probability(store.cosine(query), 3, 12)[0] > -3  # others are seen too seldom to say anything
-    assert common.float().mean() > 0.5
-    assert ((mean - 1).abs() <= 5 * deviation + 1e-3)[common].all()
-    assert (mean[common] - 1).abs().mean() < 0.1
-
-
-def test_the_probability_that_a_key_is_sampled() -> None:
-    cosine = torch.tensor([1 + 1e-6, 1.0, 0.9, 0.0, -1.0, -1 - 1e-6])
-    found = log_sampling_probability(cosine, 10, 150)
-    assert torch.isfinite(found).all(), "acos of a cosine above 1 is not a number"
-    p = (1 - cosine.double().clamp(-1, 1).acos() / torch.pi) ** 10
-    expected = 1 - (1 - p) ** 150 - 150 * p * (1 - p) ** 149
-    torch.testing.assert_close(found[:4].double().exp(), expected[:4], rtol=1e-4, atol=1e-9)
-    assert found[0] == found[1] == 0
-
-
-def test_keys_are_centred_by_the_mean_of_those_that_can_be_sampled() -> None:
-    """As the authors do: neither the sink's keys nor those of the window have a part in it, and nothing else changes with them."""
-    layer = layer_prefix(3, 64, 300, torch.float32).layers[0]
-    keys = layer.keys.clone()
-    keys[:, :4], keys[:, 256:] = 1e3, -1e3
-    changed = dataclasses.replace(layer, keys=keys, _stores={})
-    query, spec = step(3, 64, 2, torch.float32)[0], parse_method(LSH).method.store(FACTS)
-    assert spec is not None
-    before, after = (spec.build(one, 256).scan(query, query, None)[0] for one in (layer, changed))
-    assert torch.equal(before[..., 4:], after[..., 4:])
-    none_sealed, query = spec.build(layer, 0), layer.keys[:, 280:281].mean(1).view(1, 2, 1, 64)
-    none_sealed.append(layer.keys[:, :64])
-    torch.testing.assert_close(none_sealed.cosine(query)[0, :, 0, 9], cosine(query, layer.keys[:, 9] - layer.keys.mean(1)))  # type: ignore[attr-defined]
-
-
-def cosine(query: Tensor, keys: Tensor) -> Tensor:
-    return torch.nn.functional.cosine_similarity(query[0, :, 0], keys, dim=-1)
-
-
-def test_the_published_weights_have_a_ceiling() -> None:
-    """−log(u + 10⁻⁴), as in the authors' code; the paper's −log u has none."""
-    assert parse_method("magicpig_published").method.version == parse_method("magicpig").method.version == 2
-    layer, query = layer_prefix(3, 64, 300, torch.float32).layers[0], step(3, 64, 2, torch.float32)[0]
-    weights = []
-    for name in ("magicpig", "magicpig_published"):
-        method = parse_method(name).method
-        store = method.store(FACTS).build(layer, 256)  # type: ignore[union-attr]
-        weights.append(method.log_weights(Step(0, None, 60, 0.125, 301, torch.tensor([301]), query, None, (store,), {})))
-    plain, published = weights
-    torch.testing.assert_close((-published).double().exp(), (-plain).double().exp() + 1e-4, rtol=1e-5, atol=1e-9)
-    assert published.max() <= 4 * 2.302586
-    assert plain.max() > published.max()
-
-
-def test_a_query_that_is_a_centred_key_finds_it_for_sure() -> None:
-    prefix = layer_prefix(1, 64, 300, torch.float32)
-    layer = prefix.layers[0]
-    method = parse_method("magicpig").method
-    store = method.store(FACTS).build(layer, 256)  # type: ignore[union-attr]
-    query = (layer.keys[:, 7] - layer.keys[:, 4:256].mean(1)).view(1, 2, 1, 64)
-    scores, reads = store.scan(query, query, None)
-    assert (scores[..., 7] == 0).all()
-    assert (reads.bits >= 150 * 32).all()
-    assert ((scores > -torch.inf).sum() < 256).all()
-    log_weights = method.log_weights(Step(0, None, 60, 0.125, 301, torch.tensor([301]), query, None, (store,), {}))
-    assert log_weights[..., 7].abs().max() < 1e-5
-
-
-def test_bits_as_touched_are_those_of_the_buckets() -> None:
-    layer = layer_prefix(3, 64, 300, torch.float32).layers[0]
-    store = parse_method(LSH).method.store(FACTS).build(layer, 256)  # type: ignore[union-attr]
-    query = step(3, 64, 2, torch.float32)[0]
-    _, reads = store.scan(query, query, None)
-    centred = layer.keys[:, :256] - layer.keys[:, 4:256].mean(1, keepdim=True)
-    signs = [(part @ store._projections).unflatten(-1, (20, 4)) > 0 for part in (query, centred)]  # type: ignore[attr-defined]
-    same = (signs[0].unsqueeze(3) == signs[1].unsqueeze(1).unsqueeze(0)).all(-1)  # [R, H, G, n, L]
-    assert torch.equal(reads.bits, same.any(2).sum((-1, -2)) * 32)
-
-
-def test_weights_of_tokens_that_are_always_kept_stay_one() -> None:
-    """Sink tokens are sealed too, but they are not sampled."""
-    prefix, facts = layer_prefix(3, 64, 300, torch.float32), FACTS
-
-    @dataclass(frozen=True)
-    class Kept(Nothing):
-        def log_weights(self, step: Step) -> Tensor:
-            return torch.linspace(0, 50, 256).expand(*step.query.shape[:3], 256)
-
-    _, output = attend(prefix, [Branch(toy(Kept()), 60), Branch(toy(Nothing()), 60)], facts)
-    torch.testing.assert_close(output[0], output[1])
-
-
-# Remainder, context, observations
+# Remainder and context
 
 
 def test_a_remainder_of_all_that_is_left_out_is_dense_attention() -> None:
@@ -436,71 +176,6 @@ def test_a_method_learns_k_tokens_and_layer() -> None:
     decode(loaded, prefix, [Branch(toy(Watching()), 60), Branch(toy(Watching()), 80)], 2)
     assert seen[:4] == [(0, 60, 200, True), (0, 80, 200, True), (1, 60, 200, False), (1, 80, 200, False)]
     assert seen[4:] == [(0, 60, 201, True), (0, 80, 201, True), (1, 60, 201, False), (1, 80, 201, False)]
-
-
-@pytest.mark.parametrize("chunk", [1000, 37])
-def test_observations_are_what_the_definitions_say(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fathom_eval.observations.WEIGHT_ELEMENTS", 12 * 150 * 5)  # five queries at a time
-    loaded = tiny_model("llama", layers=2, query_heads=6, kv_heads=2, head_dim=16)
-    ids = token_ids(loaded, 150)
-    needs: tuple[Observation, ...] = (ReceivedAttention(), ReceivedLocalAttention(20), MeanQueryKeyProduct(), RecentQueries(9))
-    whole = capture(loaded, ids, 150)
-    for full, known in ((False, 120), (True, 150)):
-        layers = capture(loaded, ids, 30, chunk=chunk, full_window=full, observations=needs)
-        for layer, all_of_it in zip(layers, whole, strict=True):
-            queries = all_of_it.queries[:known].permute(1, 2, 0, 3)
-            keys = layer.keys[:, :known]
-            age = torch.arange(known).unsqueeze(-1) - torch.arange(known)
-            weights = (queries @ keys.unsqueeze(1).transpose(-1, -2) * layer.scaling).masked_fill(age < 0, -torch.inf).softmax(-1)
-            received, local, products, recent = (layer.observations[need] for need in needs)
-            torch.testing.assert_close(received, weights.sum(2), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(local, (weights * ((age >= 1) & (age <= 20))).sum(2), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(products, (queries * keys.unsqueeze(1)).abs().mean(2), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(recent, queries[:, :, -9:], rtol=1e-4, atol=1e-5)
-    prefix = prefill(loaded, ids, chunk=chunk, observations=needs)
-    assert prefix.layers[0].observations[ReceivedAttention()].shape == (2, 3, 149)
-    assert prefill(loaded, ids).layers[0].observations == {}
-
-
-@pytest.mark.parametrize("where", ["start", "add", "result"])
-def test_an_observation_that_fails_ends_the_methods_that_ask_for_it_only(where: str) -> None:
-    class Accumulator:
-        def add(self, query: Tensor, keys: Tensor, scaling: float) -> None:
-            if where == "add":
-                raise ValueError("no add")
-
-        def result(self) -> Any:
-            raise ValueError("no result")
-
-    @dataclass(frozen=True)
-    class Curious(Observation):
-        def start(self) -> Any:
-            if where == "start":
-                raise ValueError("no start")
-            return Accumulator()
-
-    @dataclass(frozen=True)
-    class Asking(Toy):
-        name: ClassVar[str] = "asking"
-
-        def observes(self, facts: ModelFacts) -> tuple[Observation, ...]:
-            return (Curious(),)
-
-        def index(self, layer: PrefixLayer, facts: ModelFacts) -> Any:
-            return layer.observations[Curious()]
-
-    loaded = tiny_model("llama", layers=2, query_heads=4, kv_heads=2, head_dim=16)
-    # A plan is what makes a fidelity run ask for the index.
-    specs = [MethodSpec(type("Planned", (SparQ, Asking), {"index": Asking.index, "name": "planned"})(), Policy()), parse_method("h2o")]
-    [[bad, good]] = evaluate(
-        loaded,
-        FixedWindows(token_ids(loaded, 200)),
-        [Unit(200, 0, tuple(Branch(spec, 60) for spec in specs))],
-        positions=4,
-        full_window=False,
-    )
-    assert good["finish"] == "complete"
-    assert f"RuntimeError: Curious failed: ValueError: no {where}" in bad["error"]
 
 
 # Defaults of a method

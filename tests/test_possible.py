@@ -17,9 +17,8 @@ from fathom_eval.methods.sparq import SparQ
 from fathom_eval.reports.gaps import planned
 from fathom_eval.ruler import all_branches
 from fathom_eval.run import Run
-from tests.sessions.rows import write_jsonl
-from tests.test_agent_sessions import TOKENS, some_rows
-from tests.test_methods import facts_of
+from tests.method_matrix import facts_of
+from tests.sessions.rows import TOKENS, some_rows, write_jsonl
 from tests.tiny import save_tiny
 
 LIST = ("dense", "exact", "sparq", "shadowkv:outlier=4", "infllm_published", "sparq:r=D/3")

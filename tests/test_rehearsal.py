@@ -20,8 +20,8 @@ from fathom_eval.methods.step import Step
 from fathom_eval.models import LoadedModel
 from fathom_eval.prefill import prefill
 from fathom_eval.rehearsal import Rehearsal, attention_modules, needed_rehearsal
-from tests.test_fidelity import FixedWindows, token_ids
-from tests.tiny import tiny_model
+from tests.made_windows import FixedWindows
+from tests.tiny import tiny_model, token_ids
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 LAYERS = 3

@@ -124,3 +124,9 @@ def save_tiny(folder: Path, family: str = "llama", **options: Any) -> Path:
         loaded.model.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)
     return folder
+
+
+def token_ids(loaded: LoadedModel, count: int) -> list[int]:
+    """Random tokens of a model's vocabulary; the same for the same count."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, len(loaded.tokenizer), (count,), generator=generator).tolist()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fathom_eval.models import LoadedModel, load_model
 from tests.tiny import save_tiny
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
 
 Load = Callable[..., dict[str, Any]]
 
@@ -16,6 +20,19 @@ Load = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("lm-eval") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> LoadedModel:
+    return load_model(str(model), dtype="float32", device="cpu", offline=True)
+
+
+@pytest.fixture(scope="module")
+def hf(model: Path) -> HFLM:
+    """The same model as lm-eval itself runs it."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(model), dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -33,18 +33,8 @@ from fathom_eval.offload.branches import (
 from fathom_eval.offload.scans import scan_of_prefix, store_of
 from fathom_eval.offload.step import DecodeStep
 from fathom_eval.prefill import Prefix, prefill
-from tests.offload.test_generate import METHODS, prompt
-from tests.tiny import tiny_model
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model("llama", head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def prefix(loaded: LoadedModel) -> Prefix:
-    return prefill(loaded, prompt(loaded, 330))
+from tests.offload.test_generate import METHODS
+from tests.tiny import tiny_model, token_ids
 
 
 def branch(text: str, k: int = 60) -> Branch:
@@ -80,14 +70,14 @@ def test_every_k(loaded: LoadedModel, prefix: Prefix, text: str, k: int) -> None
 @pytest.mark.parametrize("text", ["fathom", "landmark", "loki"])
 def test_prompts_of_which_nothing_is_sealed_yet(loaded: LoadedModel, text: str, tokens: int) -> None:
     """Alone and up to the step that scans the first block."""
-    found = compare(loaded, prefill(loaded, prompt(loaded, tokens)), branch(text, 44), 3)
+    found = compare(loaded, prefill(loaded, token_ids(loaded, tokens)), branch(text, 44), 3)
     assert (found.bits is None) == (tokens < 94)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_every_architecture(family: str) -> None:
     loaded = tiny_model(family, head_dim=32, layers=3)
-    compare(loaded, prefill(loaded, prompt(loaded, 200)), branch("fathom", 50), 12)
+    compare(loaded, prefill(loaded, token_ids(loaded, 200)), branch("fathom", 50), 12)
 
 
 def test_ends_by_a_token_and_by_text(loaded: LoadedModel, prefix: Prefix) -> None:
@@ -113,7 +103,7 @@ def test_ends_by_a_token_and_by_text(loaded: LoadedModel, prefix: Prefix) -> Non
 
 def test_logits_that_are_not_finite_are_the_evaluators_error() -> None:
     loaded = tiny_model("llama", seed=3)
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     loaded.model.lm_head.weight.data[5] = torch.nan
     found = compare(loaded, prefix, branch("sparq"), 5)
     assert found.error == "the logits of step 0 are not finite"
@@ -122,7 +112,7 @@ def test_logits_that_are_not_finite_are_the_evaluators_error() -> None:
 
 def test_a_key_that_cannot_be_stored_ends_the_branch() -> None:
     loaded = tiny_model("llama", seed=3)
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     with torch.inference_mode():
         prefix.layers[1].keys[1, 3] = 1e9
     found = RuntimeDecoder(loaded, "host").decode(prefix, branch("sparq"), 5)
@@ -133,7 +123,7 @@ def test_a_key_that_cannot_be_stored_ends_the_branch() -> None:
 
 def test_keys_without_statistics_end_the_branch_as_in_lock_step() -> None:
     loaded = tiny_model("llama", seed=3)
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     with torch.inference_mode():
         prefix.layers[0].keys[0, 3] = torch.nan
     [expected] = decode(loaded, prefix, [branch("fathom:basis=klt")], 2)
@@ -338,7 +328,7 @@ def test_results_stand_in_the_order_of_the_branches(loaded: LoadedModel, prefix:
 
 def test_more_positions_than_the_model_has_are_refused() -> None:
     loaded = tiny_model("llama", max_positions=128)
-    prefix = prefill(loaded, prompt(loaded, 100))
+    prefix = prefill(loaded, token_ids(loaded, 100))
     with pytest.raises(UserError, match="exceed the 128"):
         RuntimeDecoder(loaded, "host").decode(prefix, branch("fathom", 44), 40)
 

@@ -17,20 +17,8 @@ from fathom_eval.offload.branches import _bytes_of, estimate_split
 from fathom_eval.offload.generate import open_step
 from fathom_eval.offload.scans import scan_of_prefix
 from fathom_eval.offload.weights import weights_of
-from fathom_eval.prefill import Prefix, prefill
+from fathom_eval.prefill import Prefix
 from tests.offload.test_branches import branch
-from tests.offload.test_generate import prompt
-from tests.tiny import tiny_model
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model("llama", head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def prefix(loaded: LoadedModel) -> Prefix:
-    return prefill(loaded, prompt(loaded, 330))
 
 
 def test_the_estimate_is_of_one_branch_at_a_time(loaded: LoadedModel) -> None:

@@ -15,7 +15,7 @@ from fathom_eval.models import LoadedModel
 from fathom_eval.offload.gatherer import Box
 from fathom_eval.offload.generate import generate, segment_shape
 from fathom_eval.prefill import Prefix, prefill
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, token_ids
 
 METHODS = (
     "fathom:budget=48:basis=raw",
@@ -33,11 +33,6 @@ METHODS = (
 )
 
 
-def prompt(loaded: LoadedModel, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(2, len(loaded.tokenizer), (count,), generator=generator).tolist()
-
-
 def both(loaded: LoadedModel, prefix: Prefix, text: str, k: int, new: int, **options: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     branch = Branch(parse_method(text), k)
     expected = decode(loaded, prefix, [branch], new)[0]
@@ -49,7 +44,7 @@ def both(loaded: LoadedModel, prefix: Prefix, text: str, k: int, new: int, **opt
 def test_same_tokens_as_the_evaluator(text: str) -> None:
     """Long enough that blocks are sealed while decoding, and into a segment that did not exist before."""
     loaded = tiny_model("llama", head_dim=16)
-    prefix = prefill(loaded, prompt(loaded, 330))
+    prefix = prefill(loaded, token_ids(loaded, 330))
     found, expected = both(loaded, prefix, text, 60, 90)
     assert found == expected
 
@@ -59,7 +54,7 @@ def test_same_tokens_as_the_evaluator(text: str) -> None:
 )
 def test_same_tokens_in_every_architecture(family: str, options: dict[str, int]) -> None:
     loaded = tiny_model(family, layers=3, **options)
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     found, expected = both(loaded, prefix, "fathom", 50, 40)
     assert found == expected
 
@@ -67,7 +62,7 @@ def test_same_tokens_in_every_architecture(family: str, options: dict[str, int])
 @pytest.mark.parametrize("tokens", [4, 40, 96, 97, 160, 161])
 def test_prompts_shorter_than_the_window_or_a_block(tokens: int) -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, tokens))
+    prefix = prefill(loaded, token_ids(loaded, tokens))
     found, expected = both(loaded, prefix, "sparq:r=D/4", 44, 8)
     assert found == expected
 
@@ -75,7 +70,7 @@ def test_prompts_shorter_than_the_window_or_a_block(tokens: int) -> None:
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_lanes_change_nothing(lanes: int) -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, 250))
+    prefix = prefill(loaded, token_ids(loaded, 250))
     found, expected = both(loaded, prefix, "fathom:rerank=2", 44, 30, lanes=lanes)
     assert found == expected
 
@@ -85,7 +80,7 @@ def test_who_brings_the_rows_changes_nothing(rows_by: str, lanes: int) -> None:
     """Into segments that did not exist before, and after a prompt of which nothing is sealed."""
     loaded = tiny_model("llama", head_dim=16)
     for tokens in (40, 330):
-        prefix = prefill(loaded, prompt(loaded, tokens))
+        prefix = prefill(loaded, token_ids(loaded, tokens))
         for text, new in (("fathom:budget=48:basis=raw", 90), ("sparq:r=D/8:rerank=2", 20)):
             found, expected = both(loaded, prefix, text, 60, new, lanes=lanes, rows_by=rows_by, gather_threads=1)
             assert found == expected
@@ -93,7 +88,7 @@ def test_who_brings_the_rows_changes_nothing(rows_by: str, lanes: int) -> None:
 
 def test_rows_that_nobody_gathers_end_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_model("llama", head_dim=16)
-    prefix = prefill(loaded, prompt(loaded, 330))
+    prefix = prefill(loaded, token_ids(loaded, 330))
     monkeypatch.setattr(Box, "gather", lambda box: 1 / 0)
     with pytest.raises(UserError, match="the CPU could not gather rows: division by zero"):
         generate(loaded, prefix, Branch(parse_method("fathom:basis=raw"), 60), 4, rows_by="cpu", gather_threads=1)
@@ -101,7 +96,7 @@ def test_rows_that_nobody_gathers_end_the_generation(monkeypatch: pytest.MonkeyP
 
 def test_what_the_step_reads_is_what_the_evaluator_counts() -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, 300))
+    prefix = prefill(loaded, token_ids(loaded, 300))
     for text in METHODS[:8]:
         branch = Branch(parse_method(text), 44)
         # Over a block that is sealed meanwhile.
@@ -111,7 +106,7 @@ def test_what_the_step_reads_is_what_the_evaluator_counts() -> None:
 
 def test_where_nothing_is_scanned_there_are_no_bits() -> None:
     loaded = tiny_model("llama")
-    found = generate(loaded, prefill(loaded, prompt(loaded, 20)), Branch(parse_method("sparq"), 44), 2)
+    found = generate(loaded, prefill(loaded, token_ids(loaded, 20)), Branch(parse_method("sparq"), 44), 2)
     assert (found.bits, found.channels) == (None, None)
     assert found.rows > 0
 
@@ -119,7 +114,7 @@ def test_where_nothing_is_scanned_there_are_no_bits() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64])
 def test_landmarks_of_every_size(size: int) -> None:
     loaded = tiny_model("llama", head_dim=16)
-    found, expected = both(loaded, prefill(loaded, prompt(loaded, 330)), f"landmark:size={size}", 60, 12)
+    found, expected = both(loaded, prefill(loaded, token_ids(loaded, 330)), f"landmark:size={size}", 60, 12)
     assert found == expected
     shape = segment_shape(loaded.facts, "landmarks", size, 330, torch.float32)
     assert shape.landmark == size
@@ -128,7 +123,7 @@ def test_landmarks_of_every_size(size: int) -> None:
 
 def test_more_tokens_than_can_be_ranked_are_refused_before_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     monkeypatch.setattr("fathom_eval.offload.generate.LARGEST_CAPACITY", 2)
     monkeypatch.setattr("fathom_eval.offload.arena.Arena.grow", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(UserError, match="204 tokens are more than the 128 that the runtime ranks"):
@@ -137,7 +132,7 @@ def test_more_tokens_than_can_be_ranked_are_refused_before_any_memory(monkeypatc
 
 def test_the_prefix_is_not_written() -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     before = prefix.checksum()
     generate(loaded, prefix, Branch(parse_method("fathom"), 44), 70, segment_blocks=2)
     assert prefix.checksum() == before
@@ -156,28 +151,28 @@ def test_the_prefix_is_not_written() -> None:
 )
 def test_what_the_runtime_does_not_have_is_refused(text: str, reason: str) -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, 100))
+    prefix = prefill(loaded, token_ids(loaded, 100))
     with pytest.raises(UserError, match=reason):
         generate(loaded, prefix, Branch(parse_method(text), 44), 4)
 
 
 def test_more_positions_than_the_model_has_are_refused() -> None:
     loaded = tiny_model("llama", max_positions=128)
-    prefix = prefill(loaded, prompt(loaded, 100))
+    prefix = prefill(loaded, token_ids(loaded, 100))
     with pytest.raises(UserError, match="exceed the 128"):
         generate(loaded, prefix, Branch(parse_method("fathom"), 44), 40)
 
 
 def test_another_architecture_is_refused() -> None:
     loaded = tiny_model("mistral", sliding_window=None)
-    prefix = prefill(loaded, prompt(loaded, 100))
+    prefix = prefill(loaded, token_ids(loaded, 100))
     with pytest.raises(UserError, match="llama, qwen2, qwen3"):
         generate(loaded, prefix, Branch(parse_method("sparq"), 44), 4)
 
 
 def test_nothing_is_held_after_a_generation() -> None:
     loaded = tiny_model("llama")
-    prefix = prefill(loaded, prompt(loaded, 200))
+    prefix = prefill(loaded, token_ids(loaded, 200))
     branch = Branch(parse_method("fathom:basis=raw"), 44)
 
     def tensors() -> int:

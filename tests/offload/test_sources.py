@@ -10,8 +10,7 @@ from fathom_eval.offload.bench.sources import PrefixSource, SyntheticSource, clo
 from fathom_eval.offload.step import DecodeStep
 from fathom_eval.offload.weights import SHAPES
 from fathom_eval.prefill import prefill
-from tests.offload.test_generate import prompt
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, token_ids
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 
@@ -20,7 +19,10 @@ SIZES = [1, 2, 4, 8, 16, 32, 64]
 def test_landmarks_of_every_size_over_a_prefix(size: int) -> None:
     loaded = tiny_model("llama", head_dim=16)
     spec = parse_method(f"landmark:size={size}")
-    with closing(PrefixSource(loaded, lambda context: prefill(loaded, prompt(loaded, context)), "host")) as source, torch.inference_mode():
+    with (
+        closing(PrefixSource(loaded, lambda context: prefill(loaded, token_ids(loaded, context)), "host")) as source,
+        torch.inference_mode(),
+    ):
         source.open(200)
         cache, scan = source.prepare(spec, 1, 1)
         assert cache.arena.shape.landmark == size
@@ -41,7 +43,7 @@ def test_landmarks_of_every_size_in_a_pool(size: int) -> None:
 
 def test_contexts_share_the_models_matrices() -> None:
     loaded = tiny_model("llama", head_dim=16, seed=12)
-    with closing(PrefixSource(loaded, lambda context: prefill(loaded, prompt(loaded, context)), "host")) as source:
+    with closing(PrefixSource(loaded, lambda context: prefill(loaded, token_ids(loaded, context)), "host")) as source:
         places = []
         for context in (130, 200):
             source.open(context)

@@ -18,18 +18,12 @@ from fathom_eval.offload.step import DecodeStep
 from fathom_eval.offload.weights import weights_of
 from fathom_eval.prefill import prefill
 from tests.offload.test_branches import branch, compare
-from tests.offload.test_generate import prompt
-from tests.tiny import tiny_model
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model("llama", head_dim=16)
+from tests.tiny import tiny_model, token_ids
 
 
 def test_weights_that_were_replaced_are_noticed() -> None:
     loaded = tiny_model("qwen2", seed=6)
-    prefix = prefill(loaded, prompt(loaded, 150))
+    prefix = prefill(loaded, token_ids(loaded, 150))
     runtime = RuntimeDecoder(loaded, "host")
     first = runtime.decode(prefix, branch("sparq"), 2)
     for name in ("mlp.up_proj", "self_attn.k_proj", "mlp.down_proj"):
@@ -65,7 +59,7 @@ def test_in_half_precision_the_two_round_differently_and_agree(dtype: torch.dtyp
     """
     loaded = tiny_model("llama", head_dim=16, seed=4)
     loaded = describe_model(loaded.model.to(dtype), loaded.tokenizer, "tiny-llama")
-    prefix = prefill(loaded, prompt(loaded, 330))
+    prefix = prefill(loaded, token_ids(loaded, 330))
     run, agreed, total = DecodeStep.run, 0, 0
     for text, k in itertools.product(("fathom", "sparq", "landmark", "full"), (500, 90)):
         expected_logits, logits = list[torch.Tensor](), list[torch.Tensor]()
@@ -97,7 +91,7 @@ def test_angles_are_the_models_own(dtype: torch.dtype) -> None:
 
 def test_the_weights_are_held_once() -> None:
     loaded = tiny_model("qwen2", seed=5)
-    prefix = prefill(loaded, prompt(loaded, 150))
+    prefix = prefill(loaded, token_ids(loaded, 150))
     kept = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
     dense = decode(loaded, prefix, [Branch(parse_method("dense"), None)], 8)
 
@@ -186,4 +180,4 @@ def test_angles_that_depend_on_the_length_are_refused() -> None:
     refused(tiny_model("llama", rope_parameters=rope), "rotary embedding that depends on the length, 'dynamic'")
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     loaded = tiny_model("llama", rope_parameters=linear)
-    compare(loaded, prefill(loaded, prompt(loaded, 200)), branch("sparq"), 4)
+    compare(loaded, prefill(loaded, token_ids(loaded, 200)), branch("sparq"), 4)

@@ -43,6 +43,20 @@ def rebench_row(messages: list[dict[str, Any]] | None = None, **fields: Any) -> 
     return {**row, "trajectory": chat_messages() if messages is None else messages, **fields}
 
 
+TOKENS = "500:700"
+"""Bounds, as ``--session-tokens`` has them, of sessions that some rows are enough for."""
+
+
+def some_rows(count: int = 6, repo: str = "owner/project") -> list[dict[str, Any]]:
+    """Rows of one repository, no two alike."""
+    rows = []
+    for number in range(count):
+        messages = chat_messages(6, words=3 + number % 3)
+        messages[1]["content"] = f"Fix the bug of number {number}."
+        rows.append(rebench_row(messages, trajectory_id=f"t{number}", repo=repo))
+    return rows
+
+
 def gym_row(messages: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
     row = {"instance_id": "owner__project-1", "run_id": "r1", "resolved": False, "tools": None, "test_result": {}}
     return {**row, "messages": chat_messages() if messages is None else messages, **fields}

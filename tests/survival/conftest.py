@@ -11,6 +11,14 @@ import pytest
 from tests.survival.kills import prepare
 
 Arguments = Callable[..., list[str]]
+Capture = pytest.CaptureFixture[str]
+
+
+def errors_of(capsys: Capture) -> list[str]:
+    """The error lines; nothing that went wrong may show a traceback."""
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return [line for line in printed.splitlines() if line.startswith("error:")]
 
 
 @pytest.fixture(autouse=True)

@@ -38,17 +38,12 @@ def prepare(kind: str, units: int, folder: Path) -> list[str]:
         prose.write_text("\n".join(lines), encoding="utf-8")
         options = {"haystack": prose, "context": 500, "k": 64, "tasks": "niah_single", "limit": units, "methods": "fathom,sparq,landmark"}
     else:
-        from tests.sessions.rows import chat_messages, rebench_row, write_jsonl
+        from tests.sessions.rows import TOKENS, some_rows, write_jsonl
 
-        rows = []
-        for number in range(4 * units):
-            messages = chat_messages(6, words=3 + number % 3)
-            messages[1]["content"] = f"Fix the bug of number {number}."
-            rows.append(rebench_row(messages, trajectory_id=f"t{number}", repo="owner/project"))
         options = {
-            "trajectories": write_jsonl(folder / "rows.jsonl", rows),
+            "trajectories": write_jsonl(folder / "rows.jsonl", some_rows(4 * units)),
             "sessions": units,
-            "session_tokens": "500:700",
+            "session_tokens": TOKENS,
             "k": 400,
             "max_new_tokens": 12,
             "methods": "fathom,sparq",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fathom_eval.errors import UserError
 from fathom_eval.sessions.reading import read_trajectories
 from fathom_eval.sessions.report import ReadReport
-from tests.survival import fuzzing
-from tests.survival.fuzzing import TARGETS, fuzz_randomly, scratch
+from tests.survival.fuzz_targets import TARGETS, valid_rows
+from tests.survival.fuzzing import fuzz_randomly, scratch
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def test_a_finding_can_be_repeated_from_its_bytes(folder: Path, monkeypatch: pyt
         if len(data) > 100:
             raise ZeroDivisionError
 
-    monkeypatch.setitem(fuzzing.TARGETS, "calls", (fails, 1))
+    monkeypatch.setitem(TARGETS, "calls", (fails, 1))
     with pytest.raises(AssertionError, match=r"calls fails on bytes\.fromhex\('[0-9a-f]{202,}'\): ZeroDivisionError"):
         fuzz_randomly("calls", 100, 0, folder)
 
 
 def test_a_link_in_a_folder_of_trajectories_is_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret.jsonl"
-    secret.write_text(fuzzing._rows()[0] + "\n")
+    secret.write_text(valid_rows()[0] + "\n")
     rows = tmp_path / "rows"
     rows.mkdir()
     (rows / "linked.jsonl").symlink_to(secret)
@@ -60,7 +60,7 @@ def test_a_link_in_a_folder_of_trajectories_is_not_followed(tmp_path: Path) -> N
 def test_an_id_is_no_path(name: str, tmp_path: Path) -> None:
     import json
 
-    row = json.loads(fuzzing._rows()[0])
+    row = json.loads(valid_rows()[0])
     row["trajectory_id"] = row["instance_id"] = row["repo"] = name
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     before = sorted(tmp_path.parent.rglob("*"))

@@ -73,11 +73,11 @@ def test_a_file_of_trajectories_is_streamed(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_records_are_read_one_at_a_time(tmp_path: Path) -> None:
     from fathom_eval.run import Run
-    from tests.survival.fuzzing import _record
+    from tests.survival.fuzz_targets import valid_record
 
     with Run.open(tmp_path / "run", identity={"seed": 0}, details={}) as run:
         for start in range(0, 10_000, 1000):
-            run.append([{**_record(sample), "generation": "x" * 8000} for sample in range(start, start + 1000)])
+            run.append([{**valid_record(sample), "generation": "x" * 8000} for sample in range(start, start + 1000)])
     found, grown = measured(RECORDS, tmp_path / "run")
     assert found == 10_000
     assert grown < 30, f"{grown} MiB for 80 MB of records"
