@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from fathom_eval.prefill import prefill
 from fathom_eval.ruler import PROTOCOL as DECODING_PROTOCOL
 from fathom_eval.ruler import all_branches
 from fathom_eval.run import Run, record_key
+from fathom_eval.sample_progress import SampleProgress
 from fathom_eval.scoring import step_agreement
 from fathom_eval.sessions.safe_text import visible
 from fathom_eval.tool_calls import tool_call_state
@@ -152,12 +152,14 @@ def evaluate(
     *,
     references: Mapping[tuple[int, int | None], Step] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[PreparedSession, list[dict[str, Any]]]]:
     """Measure units one by one.
 
     Args:
         references: Steps of earlier starts of the run, from :func:`stored_references`.
         say: Takes the memory estimate before each prefill.
+        progress: Told what is at work, after every chunk of a prefill and every step.
 
     Yields:
         Each session with its records, to be written together.
@@ -169,7 +171,7 @@ def evaluate(
     known = dict(references or {})
     for unit in units:
         session = data.sessions[unit.index]
-        yield session, _measure(loaded, data, SessionUnit(unit, session, known), settings, batches, runtime, say)
+        yield session, _measure(loaded, data, SessionUnit(unit, session, known), settings, batches, runtime, say, progress)
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ def _measure(
     batches: Batches,
     runtime: RuntimeDecoder | None,
     say: Callable[[str], None],
+    progress: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     session, facts, index = unit.session, loaded.facts, unit.unit.index
     gpus = [device for device in facts.devices if device.startswith("cuda")]
@@ -245,18 +248,24 @@ def _measure(
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     before = sum(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+    watched = SampleProgress(f"session {index}", len(unit.unit.branches), progress)
     began = time.perf_counter()
     with memory_for(f"the prefill of {name} on {facts.place}"):
         observations = needed_observations((step.branch.spec.method for step in unit.unit.branches), facts)
-        prefix = prefill(loaded, session.prompt_ids, observations=observations)
+        told = watched.prefilling(len(session.prompt_ids) - 1)
+        prefix = prefill(loaded, session.prompt_ids, observations=observations, progress=told)
     prefill_seconds = time.perf_counter() - began
 
     most, stops = settings.max_new_tokens, data.renderer.stop_strings
-    run = partial(decode, loaded, prefix, max_new_tokens=most, stop_strings=stops)
+
+    def run(part: Sequence[Branch]) -> list[BranchResult]:
+        with watched.decoding(len(part), most) as told:
+            return decode(loaded, prefix, part, most, stop_strings=stops, progress=told)
+
     together = [step for step in unit.unit.branches if not step.alone]
     alone = [step for step in unit.unit.branches if step.alone]
     branches = [step.branch for step in together]
-    results = decode_all(runtime, batches, run, prefix, branches, most, stop_strings=stops)
+    results = decode_all(runtime, batches, run, prefix, branches, most, stop_strings=stops, progress=watched)
     for repeated in alone:
         results += batches.decode(run, [repeated.branch])
     decoded: list[tuple[StepBranch, BranchResult, Step, float]] = []

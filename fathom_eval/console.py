@@ -17,9 +17,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
-    from rich.progress import Progress as RichProgress
+    from rich.live import Live
 
-PLAIN_INTERVAL_SECONDS = 10.0
+PLAIN_INTERVAL_SECONDS, PLAIN_WORK_SECONDS = 10.0, 30.0
+"""In a file, a line of progress follows another after so long at the earliest: when work is finished, and while it is under way."""
+_REFRESHES_PER_SECOND = 1.0
 _COLUMN_GAP = 3
 # CSI sequences, terminated OSC/DCS/APC/PM strings, and two-character escapes; with ESC or the 8-bit form of the introducer.
 _TERMINAL_ESCAPE = re.compile(
@@ -70,32 +72,45 @@ def shorten(text: object, limit: int) -> str:
 
 
 class Progress:
-    """Count of finished work. ``advance`` tells it; the console shows it."""
+    """Count of finished work, and a note of what is under way. ``advance`` and ``tell`` take them; the console shows them.
 
-    def __init__(self, total: int, label: str, show: Callable[[Progress], None], clock: Callable[[], float]) -> None:
+    Args:
+        show: Called after each change, with the seconds that a line in a file has to wait for after the last one.
+    """
+
+    def __init__(self, total: int, label: str, show: Callable[[Progress, float], None], clock: Callable[[], float]) -> None:
         self.total = total
         self.label = printable(label)
         self.done = 0
         self.note = ""
         self._show = show
         self._clock = clock
-        self._start = clock()
+        self._start = self._advanced = clock()
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """``count`` more units are done; ``note`` names what is at work."""
-        self.done += count
+        if count:
+            self.done += count
+            self._advanced = self._clock()
         self.note = printable(note)
-        self._show(self)
+        self._show(self, PLAIN_INTERVAL_SECONDS)
+
+    def tell(self, note: str) -> None:
+        """What is under way within a unit. As often as is known: it is shown about once a second, in a file rarely."""
+        self.note = printable(note)
+        self._show(self, PLAIN_WORK_SECONDS)
 
     def status(self) -> str:
-        """Rate and remaining time, as far as they are known."""
-        elapsed = self._clock() - self._start
+        """Rate and remaining time, as far as they are known: from what is finished, whatever is under way."""
+        elapsed = self._advanced - self._start
         if self.done == 0 or elapsed <= 0:
             return ""
         rate = self.done / elapsed
         speed = f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
-        left = max(self.total - self.done, 0) / rate
-        return f"{speed}, {duration(left)} left" if self.done < self.total else f"{speed}, {duration(elapsed)} in all"
+        if self.done >= self.total:
+            return f"{speed}, {duration(elapsed)} in all"
+        left = (self.total - self.done) / rate - (self._clock() - self._advanced)
+        return f"{speed}, {duration(left)} left" if left > 0 else speed
 
     def line(self) -> str:
         """One plain line: label, count, rate, remaining time."""
@@ -117,7 +132,7 @@ class Console:
         self.quiet = quiet
         self.json = json
         self._clock = clock
-        self._live: RichProgress | None = None
+        self._live: Live | None = None
 
     def say(self, line: str) -> None:
         """A line for the reader; not under ``quiet``."""
@@ -140,9 +155,12 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress]:
-        """Show progress over ``total`` units: a bar on a terminal, else a line at most every 10 s and one at the end."""
+        """Show progress over ``total`` units: a bar on a terminal, with what is under way below it; else a few lines and one at the end.
+
+        Lines come at most every 10 s, and every 30 s as long as no unit is finished.
+        """
         if self.quiet:
-            yield Progress(total, label, lambda progress: None, self._clock)
+            yield Progress(total, label, lambda progress, seconds: None, self._clock)
         elif sys.stderr.isatty():
             with self._bar(total, label) as progress:
                 yield progress
@@ -194,10 +212,10 @@ class Console:
     def _lines(self, total: int, label: str) -> Iterator[Progress]:
         shown_at, shown = self._clock(), -1
 
-        def show(progress: Progress) -> None:
+        def show(progress: Progress, seconds: float) -> None:
             nonlocal shown_at, shown
             now = self._clock()
-            if now - shown_at >= PLAIN_INTERVAL_SECONDS:
+            if now - shown_at >= seconds:
                 shown_at, shown = now, progress.done
                 self._write(sys.stderr, progress.line())
 
@@ -212,29 +230,40 @@ class Console:
     @contextlib.contextmanager
     def _bar(self, total: int, label: str) -> Iterator[Progress]:
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.console import Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
+        from rich.text import Text
 
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
+            TimeElapsedColumn(),
             TextColumn("{task.fields[status]}", markup=False),
         )
-        # Standard output stays what the caller made it: a pipe must not lose its lines to the bar's terminal.
-        live = RichProgress(*columns, console=RichConsole(file=sys.stderr, highlight=False), redirect_stdout=False)
-        task = live.add_task(printable(label), total=total, status="")
+        progress = Progress(total, label, lambda progress, seconds: None, self._clock)
+        console = RichConsole(file=sys.stderr, highlight=False)
+        bar = RichProgress(*columns, console=console, get_time=self._clock)
+        task = bar.add_task(progress.label, total=total, status="")
 
-        def show(progress: Progress) -> None:
-            status = ", ".join(part for part in (progress.status(), progress.note) if part)
-            live.update(task, completed=progress.done, status=status)
+        def draw() -> Group:
+            bar.update(task, completed=progress.done, status=progress.status())
+            # The note has a line of its own: beside the bar, 80 columns would cut it.
+            below = [Text(f"  {progress.note}", no_wrap=True, overflow="ellipsis")] if progress.note else []
+            return Group(bar.get_renderable(), *below)
 
-        with live:
+        # Drawn when the display is refreshed, so that what reports its steps waits for no terminal. Standard output stays what the caller
+        # made it: a pipe must not lose its lines to the bar's terminal.
+        with Live(get_renderable=draw, console=console, refresh_per_second=_REFRESHES_PER_SECOND, redirect_stdout=False) as live:
+            live.refresh()
             self._live = live
             try:
-                yield Progress(total, label, show, self._clock)
+                yield progress
             finally:
                 self._live = None
+                progress.note = ""
 
     def _ruled(self, out: IO[str], columns: list[str], rows: list[list[str]], right: list[bool], title: str) -> None:
         from rich.box import SIMPLE_HEAD

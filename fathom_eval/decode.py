@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,18 @@ class BranchResult:
     candidate_rows: float
 
 
+class DecodeProgress(NamedTuple):
+    """How far the branches of a batch are.
+
+    Attributes:
+        steps: Taken so far.
+        running: Branches that have not ended.
+    """
+
+    steps: int
+    running: int
+
+
 class _TailCache(DynamicCache):
     """Holds each branch's own tokens; the prefix before them is counted but not copied."""
 
@@ -76,7 +88,7 @@ def decode(
     max_new_tokens: int,
     *,
     stop_strings: tuple[str, ...] = (),
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[DecodeProgress], None] | None = None,
 ) -> list[BranchResult]:
     """Greedily decode every branch from the same prefix, one row of a batch each.
 
@@ -86,6 +98,7 @@ def decode(
     Args:
         stop_strings: A branch ends with the token that completes one of them in its text, the prompt's end included, as
             ``model.generate(stop_strings=…)`` does. The tokens of the stop string stay in the result.
+        progress: Called after every step.
 
     Raises:
         UserError: Prompt and generation exceed the model's positions.
@@ -107,7 +120,7 @@ def _decode(
     branches: Sequence[Branch],
     max_new_tokens: int,
     stop_strings: tuple[str, ...],
-    progress: Callable[[int], None] | None,
+    progress: Callable[[DecodeProgress], None] | None,
     rehearsal: Rehearsal | None,
 ) -> list[BranchResult]:
     facts, model = loaded.facts, loaded.model
@@ -157,7 +170,7 @@ def _decode(
                 if impossible is not None:
                     finish[row], errors[row] = "error", impossible
         if progress is not None:
-            progress(step + 1)
+            progress(DecodeProgress(step + 1, counted.count(None)))
         if all(count is not None for count in counted):
             break
     generated = torch.cat(tokens, dim=-1).tolist()

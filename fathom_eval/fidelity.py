@@ -91,7 +91,7 @@ def evaluate(
     """Measure windows one by one.
 
     Args:
-        progress: Told what is at work.
+        progress: Told what is at work, after every chunk of a prefill and within each layer.
 
     Yields:
         The records of a window, to be written together.
@@ -153,8 +153,12 @@ def _measure(
 ) -> dict[Branch, Totals]:
     def say(what: str) -> None:
         if progress is not None:
-            progress(f"window {unit.index} of {unit.context} tokens, {what}")
+            progress(f"window {unit.index} of {unit.context} tokens: {what}")
 
+    def prefilled(done: int) -> None:
+        say(f"prefill, {done:,} of {len(token_ids):,} tokens")
+
+    prefilled(0)
     methods = [branch.spec.method for branch in unit.branches]
     observations = needed_observations(methods, loaded.facts)
     rehearsal = needed_rehearsal(methods, loaded.model, loaded.facts.layers, first=len(token_ids) - positions)
@@ -165,19 +169,18 @@ def _measure(
         full_window=full_window,
         observations=observations,
         rehearsal=rehearsal,
-        progress=lambda done: say(f"prefill {done}"),
+        progress=prefilled,
     )
     count = len(layers)
     totals = {branch: Totals() for branch in unit.branches}
     failures: dict[MethodSpec, str] = {}
     previous: Tensor | None = None
     for number in range(count):
-        say(f"layer {number + 1} of {count}")
         # A layer's keys, values and stores go before the next layer's turn comes; only its queries stay until then.
         layer = layers.pop(0)
         queries = layer.queries
         with current(layer.keys.device):
-            sums = _layer_sums(layer, number, unit.branches, loaded.facts, full_window, failures, previous, rehearsal)
+            sums = _layer_sums(layer, number, unit.branches, loaded.facts, full_window, failures, previous, rehearsal, say)
         del layer
         previous = queries
         settle(number, sums, totals, failures)
@@ -195,8 +198,15 @@ def _layer_sums(
     failures: dict[MethodSpec, str],
     previous_queries: Tensor | None,
     rehearsal: Rehearsal | None,
+    say: Callable[[str], None],
 ) -> dict[Branch, Tensor]:
     sums: dict[Branch, Tensor] = {}
+    positions, tokens = len(layer.queries), layer.keys.shape[1]
+
+    def reached(position: int) -> None:
+        say(f"layer {number + 1} of {facts.layers}, {position - (tokens - positions)} of {positions} positions")
+
+    reached(tokens - positions)
     if previous_queries is not None:
         previous_queries = previous_queries.to(layer.queries.device)
     comparison = LayerComparison(
@@ -209,7 +219,8 @@ def _layer_sums(
         previous_queries=previous_queries,
         rehearsal=rehearsal,
     )
-    for _, branch, outcome in comparison.outcomes():
+    for position, branch, outcome in comparison.outcomes():
+        reached(position)
         found = outcome_sums(outcome)
         sums[branch] = sums[branch] + found if branch in sums else found
     return sums

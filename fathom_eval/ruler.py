@@ -15,6 +15,7 @@ from fathom_eval.observations import needed_observations
 from fathom_eval.offload.branches import RuntimeDecoder, decode_all, decoded_by, runtime_identity, runtime_of
 from fathom_eval.prefill import prefill
 from fathom_eval.run import Run, record_key
+from fathom_eval.sample_progress import SampleProgress
 from fathom_eval.scoring import hits
 from fathom_eval.tasks.haystack import Haystack
 from fathom_eval.tasks.samples import Sample, SampleBuilder
@@ -82,6 +83,7 @@ def evaluate(
     *,
     runtime: str | None = None,
     say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Measure units one by one.
 
@@ -89,6 +91,7 @@ def evaluate(
         batch_size: The most branches that are decoded in one batch; all of them still share one prefill.
         runtime: Decode what the host-resident runtime has a step for by it, with its index there; see :mod:`fathom_eval.offload.branches`.
         say: Takes a line for every batch that memory made smaller.
+        progress: Told what is at work, after every chunk of a prefill and every step.
 
     Yields:
         The records of each sample, to be written together.
@@ -98,18 +101,29 @@ def evaluate(
     """
     batches, stepper = Batches(batch_size, say), runtime_of(loaded, runtime)
     for unit in units:
-        yield _measure(loaded, builder, unit, batches, stepper)
+        yield _measure(loaded, builder, unit, batches, stepper, progress)
 
 
 def _measure(
-    loaded: LoadedModel, builder: SampleBuilder, unit: Unit, batches: Batches, runtime: RuntimeDecoder | None
+    loaded: LoadedModel,
+    builder: SampleBuilder,
+    unit: Unit,
+    batches: Batches,
+    runtime: RuntimeDecoder | None,
+    progress: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     sample = builder.build(unit.task, unit.context, unit.index)
+    watched = SampleProgress(f"{unit.task} {unit.context}", len(unit.branches), progress)
     with memory_for(f"the prefill of {len(sample.prompt_ids):,} tokens on {loaded.facts.place}"):
         observations = needed_observations((branch.spec.method for branch in unit.branches), loaded.facts)
-        prefix = prefill(loaded, sample.prompt_ids, observations=observations)
+        prefix = prefill(loaded, sample.prompt_ids, observations=observations, progress=watched.prefilling(len(sample.prompt_ids) - 1))
     most = sample.max_new_tokens
-    results = decode_all(runtime, batches, lambda part: decode(loaded, prefix, part, most), prefix, unit.branches, most)
+
+    def run(part: Sequence[Branch]) -> list[BranchResult]:
+        with watched.decoding(len(part), most) as told:
+            return decode(loaded, prefix, part, most, progress=told)
+
+    results = decode_all(runtime, batches, run, prefix, unit.branches, most, progress=watched)
     place = None if runtime is None else runtime.index
     return [_record(loaded, unit, sample, result, seconds, place) for result, seconds in results]
 

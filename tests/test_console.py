@@ -7,13 +7,15 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom_eval.console import PLAIN_INTERVAL_SECONDS, Console, csv_safe, duration, printable, shorten
+import fathom_eval.console as console_module
+from fathom_eval.console import PLAIN_INTERVAL_SECONDS, PLAIN_WORK_SECONDS, Console, csv_safe, duration, printable, shorten
 
 
 class Clock:
@@ -146,6 +148,34 @@ def test_plain_progress_ends_with_a_line_when_interrupted(capsys: pytest.Capture
     assert capsys.readouterr().err == "decoding: 2/10 (20 %), 4.0 s each, 32 s left\n"
 
 
+def test_plain_progress_within_a_unit_is_sparser_still(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Console(clock=clock).progress(2, "sessions") as progress:
+        for step in range(400):
+            clock.now += 0.25
+            progress.tell(f"step {step}\x1b[31m")
+        clock.now += PLAIN_INTERVAL_SECONDS
+        progress.advance()
+        progress.tell("step 0")
+        progress.advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 100 // PLAIN_WORK_SECONDS + 2
+    assert lines[0] == "sessions: 0/2 (0 %), step 119"
+    assert lines[-2:] == ["sessions: 1/2 (50 %), 110.0 s each, 1 min 50 s left", "sessions: 2/2 (100 %), 55.0 s each, 1 min 50 s in all"]
+
+
+def test_remaining_time_falls_within_a_unit_and_the_rate_stays() -> None:
+    clock = Clock()
+    with Console(quiet=True, clock=clock).progress(3, "sessions") as progress:
+        clock.now += 100
+        progress.advance()
+        clock.now += 30
+        progress.tell("step 1")
+        assert progress.line() == "sessions: 1/3 (33 %), 100.0 s each, 2 min 50 s left, step 1"
+        clock.now += 170
+        assert progress.status() == "100.0 s each", "nobody knows how much is left of what takes longer than expected"
+
+
 def test_progress_without_work_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with Console().progress(0, "decoding"):
         pass
@@ -171,6 +201,29 @@ def test_terminal_shows_a_bar_and_keeps_standard_output_apart(monkeypatch: pytes
     assert "2/2" in shown
     assert "warning: to the terminal [red]" in shown
     assert "\u202e" not in shown
+
+
+def test_terminal_shows_what_is_under_way_but_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console_module, "_REFRESHES_PER_SECOND", 20.0)
+    note = "session 0: decoding branches 65-128 of 140, {} of 256 steps, 40 running"
+    with Console().progress(2, "sessions") as progress:
+        progress.advance()
+        for step in range(5000):
+            progress.tell(note.format(step))
+        drawn = re.findall(r"\d+ of 256", terminal.getvalue())
+        assert len(drawn) < 500
+        progress.tell(f"[red]\x1b[31m{note.format(256)}")
+        give_up = time.monotonic() + 20
+        while "256 of 256" not in terminal.getvalue() and time.monotonic() < give_up:
+            time.sleep(0.01)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert f"  [red]{note.format(256)}" in plain, "whole, in 80 columns"
+    assert "1/2" in plain
+    assert "of 256" not in plain[plain.rindex("sessions") :], "what was under way is gone when all is done"
 
 
 def test_terminal_table_is_ruled_and_shows_markup_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

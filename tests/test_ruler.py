@@ -155,11 +155,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 ) -> None:
     original, calls = ruler_module.decode, []
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(*args)
+        return original(*args, **named)
 
     monkeypatch.setattr(ruler_module, "decode", interrupted)
     assert main(arguments()) == 130

@@ -158,14 +158,13 @@ def _measure(
                 opened.append(result.records)
                 progress.advance()
             return
-        progress.advance(0, note="prefill")
         measured = evaluate(
             loaded,
             windows,
             units,
             positions=args.positions,
             full_window=args.full_window,
-            progress=lambda note: progress.advance(0, note=note),
+            progress=progress.tell,
         )
         for records in measured:
             opened.append(records)

@@ -15,7 +15,7 @@ import torch
 
 from fathom_eval.batches import Batches, unmeasured
 from fathom_eval.captures import CaptureError
-from fathom_eval.decode import BranchResult, impossible_reads
+from fathom_eval.decode import BranchResult, DecodeProgress, impossible_reads
 from fathom_eval.errors import METHOD_ERRORS, UserError
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.attend import workspace_size
@@ -31,6 +31,7 @@ from fathom_eval.offload.step import DecodeStep, candidates_of, timed_score_dtyp
 from fathom_eval.offload.step_reads import StepReads
 from fathom_eval.offload.weights import check_joined, check_model, moved_to, weights_of
 from fathom_eval.planes import PlaneSpec
+from fathom_eval.sample_progress import SampleProgress
 from fathom_eval.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -66,12 +67,20 @@ class RuntimeDecoder:
 
     @torch.inference_mode()
     def decode(
-        self, prefix: Prefix, branch: Branch, max_new_tokens: int, *, stop_strings: tuple[str, ...] = (), graph: bool = True
+        self,
+        prefix: Prefix,
+        branch: Branch,
+        max_new_tokens: int,
+        *,
+        stop_strings: tuple[str, ...] = (),
+        graph: bool = True,
+        progress: Callable[[DecodeProgress], None] | None = None,
     ) -> BranchResult:
         """Greedily decode one branch. The result means what :func:`fathom_eval.decode.decode`'s does; a failure is a result too.
 
         Args:
             graph: Decode from a CUDA graph where there is a GPU.
+            progress: Called after every step.
 
         Raises:
             UserError: Prompt and generation exceed the model's positions, or the model's weights were replaced.
@@ -80,14 +89,22 @@ class RuntimeDecoder:
         check_positions(prefix, max_new_tokens, self.facts)
         check_joined(self._weights, self._loaded)
         try:
-            return self._decode(prefix, branch, max_new_tokens, stop_strings, graph)
+            return self._decode(prefix, branch, max_new_tokens, stop_strings, graph, progress)
         except METHOD_ERRORS as error:
             problem = _problem_of(error)
         # Only here is the failed step gone: the error held its frames, and they its tensors.
         _free_unused(self._weights.device)
         return unmeasured(branch, problem)
 
-    def _decode(self, prefix: Prefix, branch: Branch, max_new_tokens: int, stop_strings: tuple[str, ...], graph: bool) -> BranchResult:
+    def _decode(
+        self,
+        prefix: Prefix,
+        branch: Branch,
+        max_new_tokens: int,
+        stop_strings: tuple[str, ...],
+        graph: bool,
+        progress: Callable[[DecodeProgress], None] | None,
+    ) -> BranchResult:
         loaded, facts, spec = self._loaded, self.facts, branch.spec
         weights = moved_to(self._weights, loaded, prefix.tokens, max_new_tokens + 1)
         try:
@@ -102,7 +119,7 @@ class RuntimeDecoder:
             reads = StepReads(step, spec, facts)
             if graph:
                 _capture(step)
-            found = decode_greedily(reads, max_new_tokens, facts.eos_token_ids, stops)
+            found = decode_greedily(reads, max_new_tokens, facts.eos_token_ids, stops, progress)
             counts = reads.counts()
         problem = found.problem or impossible_reads(branch, counts)
         return BranchResult(branch, found.token_ids, found.finish if problem is None else "error", problem, **counts)
@@ -222,11 +239,13 @@ def decode_all(
     max_new_tokens: int,
     *,
     stop_strings: tuple[str, ...] = (),
+    progress: SampleProgress | None = None,
 ) -> list[tuple[BranchResult, float]]:
     """Decode branches: those that the runtime has a step for by it, the others in lock-step.
 
     Args:
         lock_step: Decodes one batch of branches.
+        progress: Of the sample, told of what the runtime decodes.
 
     Returns:
         Results in the order of ``branches``, each with its seconds, or its share of its batch's.
@@ -237,9 +256,11 @@ def decode_all(
     for at, branch in enumerate(branches):
         (stepped if has_step(branch.spec, runtime.facts, branch.k) else rest).append(at)
     found = dict(zip(rest, batches.decode(lock_step, [branches[at] for at in rest]), strict=True))
+    watched = SampleProgress("", len(branches)) if progress is None else progress
     for at in stepped:
         began = time.perf_counter()
-        result = runtime.decode(prefix, branches[at], max_new_tokens, stop_strings=stop_strings)
+        with watched.decoding(1, max_new_tokens) as told:
+            result = runtime.decode(prefix, branches[at], max_new_tokens, stop_strings=stop_strings, progress=told)
         found[at] = result, time.perf_counter() - began
     return [found[at] for at in range(len(branches))]
 

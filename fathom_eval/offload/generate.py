@@ -7,12 +7,13 @@ this runtime. In fp16 and bf16 the two round differently: the model's layers bet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from fathom_eval.decode import DecodeProgress
 from fathom_eval.devices import current
 from fathom_eval.errors import UserError
 from fathom_eval.kernels.pack import BLOCK
@@ -197,8 +198,17 @@ class Decoded:
     problem: str | None = None
 
 
-def decode_greedily(reads: StepReads, max_new_tokens: int, ends: Collection[int], stops: StopStrings | None = None) -> Decoded:
+def decode_greedily(
+    reads: StepReads,
+    max_new_tokens: int,
+    ends: Collection[int],
+    stops: StopStrings | None = None,
+    progress: Callable[[DecodeProgress], None] | None = None,
+) -> Decoded:
     """Take steps until a token or the text ends the generation, a step gives no token, or there are enough.
+
+    Args:
+        progress: Called after every step that gave a token.
 
     Raises:
         UserError: As :meth:`StepReads.run`.
@@ -209,6 +219,8 @@ def decode_greedily(reads: StepReads, max_new_tokens: int, ends: Collection[int]
         if outcome.problem is not None:
             return Decoded(tuple(tokens), "error", outcome.problem)
         tokens.append(outcome.token)
+        if progress is not None:
+            progress(DecodeProgress(len(tokens), 1))
         stopped = stops is not None and stops.add(tokens[-1:], [True])[0]
         if outcome.token in ends:
             return Decoded(tuple(tokens), "eos")
