@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from fathom_eval.commands.arguments import add_model_arguments, at_least_one, device_name, numbers
-from fathom_eval.commands.sessions_inspect import add_reading_arguments, add_rendering_arguments, rendering_choice
+from fathom_eval.commands.sessions_inspect import add_reading_arguments, add_rendering_arguments, source_settings
 from fathom_eval.commands.spreading import model_request
 from fathom_eval.errors import UserError
 from fathom_eval.methods import parse_methods
@@ -91,7 +91,7 @@ def prepare(args: argparse.Namespace) -> tuple[LoadedModel, SessionData, list[St
     """Load the model and assemble one session, and say how long both took."""
     from fathom_eval.agent_sessions import step_branches, with_controls
     from fathom_eval.models import parse_rope_scaling
-    from fathom_eval.session_data import SourceSettings, check_k, choose_bounds, prepare_sessions
+    from fathom_eval.session_data import check_k, choose_bounds, prepare_sessions
 
     specs, k_values = with_controls(parse_methods(args.methods)), numbers(args.k, "--k")
     for spec in specs:
@@ -104,19 +104,7 @@ def prepare(args: argparse.Namespace) -> tuple[LoadedModel, SessionData, list[St
     check_k(k_values, low, high, facts)
     for spec in specs:
         spec.check(facts, k_values)
-    source = SourceSettings(
-        trajectories=args.trajectories,
-        rendering=rendering_choice(args),
-        sessions=1,
-        low=low,
-        high=high,
-        seed=args.seed,
-        format_name=args.format,
-        repo=args.repo,
-        default_repo=args.default_repo,
-        condensation=args.condensation,
-    )
-    data = prepare_sessions(loaded, source, say=say)
+    data = prepare_sessions(loaded, source_settings(args, 1, low, high), say=say)
     assembled = time.perf_counter()
     branches = list(step_branches(specs, k_values, facts))
     [session] = data.sessions

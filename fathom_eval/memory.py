@@ -95,7 +95,7 @@ def check_memory(estimate: MemoryEstimate, devices: Mapping[str, float], what: s
     Args:
         devices: Each device's share of the layers.
     """
-    _check_pinned(estimate, what)
+    check_pinned(estimate.pinned, what)
     for device, layers in devices.items():
         part, free = estimate.share(layers), free_bytes(torch.device(device))
         if free is not None and part.total > free:
@@ -105,12 +105,17 @@ def check_memory(estimate: MemoryEstimate, devices: Mapping[str, float], what: s
             )
 
 
-def _check_pinned(estimate: MemoryEstimate, what: str) -> None:
-    free = host_bytes() if estimate.pinned else None
-    if free is not None and estimate.pinned > free:
+def check_pinned(pinned: int, what: str, instead: str = "shorter sessions (--session-tokens)") -> None:
+    """Raise UserError where more host memory is to be pinned than is free; where that is unknown, nothing is checked.
+
+    Args:
+        instead: What would take less.
+    """
+    free = host_bytes() if pinned else None
+    if free is not None and pinned > free:
         raise UserError(
-            f"{what} needs about {gib(estimate.pinned)} of pinned host memory, and {gib(free)} are free: give shorter sessions "
-            "(--session-tokens), --runtime hbm, or leave --runtime out"
+            f"{what} needs about {gib(pinned)} of pinned host memory, and {gib(free)} are free: give {instead}, --runtime hbm, or leave "
+            "--runtime out"
         )
 
 

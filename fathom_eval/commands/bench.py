@@ -8,8 +8,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
-from fathom_eval.commands.bench_equal_error import REFERENCE, run_equal_error
+from fathom_eval.commands.arguments import at_least_one, device_name, numbers, words
+from fathom_eval.commands.bench_arguments import add_bench_arguments, options_taken, take_options
+from fathom_eval.commands.bench_equal_error import run_equal_error
 from fathom_eval.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 HELP = "Time the host-resident runtime: link, kernels or decode steps; compare steps at equal error."
 EXAMPLE = "fathom-eval bench step --contexts 32768,131072,524288,1048576 --output runs/step"
 
-_ACTIONS = ("link", "kernels", "step", "equal-error")
 _TIMED = (
     "fathom:budget=40:basis=raw,fathom:budget=48:basis=raw,fathom:budget=64:basis=raw,"
     "sparq:r=16,double_sparsity:c=32,full,landmark,thumbnail"
@@ -33,43 +33,20 @@ _BYTES_A_RECORD = 8192
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.usage = f"{parser.prog} link|kernels|step|equal-error [options]"
-    add = parser.add_argument
-    add("what", metavar="link|kernels|step|equal-error", help="what to time, or to make of it")
-    add("--model", default="qwen3-8b-shape", help="qwen3-8b-shape, tiny-shape (random weights), or a model")
-    add("--contexts", default="131072", metavar="N,N", help="tokens (default: 131072)")
-    add("--methods", default=_TIMED, metavar="A,B", help="default: the scans of the paper's Table 2, and four bits of all")
-    add("--k", type=int, default=512, metavar="K", help="keys a query head attends to (default: 512)")
-    add("--batch", default="1", metavar="R,R", help="sessions a step decodes together")
-    add("--sessions", default="1", metavar="S,S", help="steps that run side by side")
-    add("--lanes", default="auto", metavar="L,L", help="parts of a step that are pipelined, or auto (default)")
-    add("--last-lane", type=int, metavar="H", help="KV heads of the last lane (auto: 1 when long)")
-    add("--rows", default="gpu", metavar="BY,BY", help="who brings K/V rows: gpu (default), cpu or both")
-    add("--gather-threads", type=int, metavar="N", help="threads of the CPU that gather rows (default: half the cores, at most 8)")
-    add("--rerank", default="1", metavar="F,F", help="candidates over k that are rescored")
-    add("--index", default="host", metavar="host,hbm", help="where the scan index lies (default: host)")
-    add("--repeats", type=int, metavar="N", help="timed turns (default: 5 of a step, 20 of a kernel)")
-    add("--spread", type=float, default=1.0, metavar="S", help="log scale of synthetic channels")
-    add("--host-pages", default="auto", choices=("auto", "huge", "small"), metavar="KIND", help="pinned pages: auto, huge or small")
-    add("--host-memory", type=float, metavar="GIB", help="at most so much is pinned")
-    add("--errors", metavar="RUN", help="equal-error: a fidelity run; --output is the run of steps")
-    add("--reference", action="append", metavar="L,L", help=f"equal-error: whose errors to reach (default: {REFERENCE})")
-    add_model_arguments(parser)
-    add_output_arguments(parser, "bench")
+    add_bench_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything cheap, measure what the run lacks, and say where it is."""
     from fathom_eval.console import Console
 
-    if args.what not in _ACTIONS:
-        raise UserError(f"bench cannot time '{args.what}'; {did_you_mean(args.what, _ACTIONS)}")
+    take_options(args)
     if args.what == "equal-error":
-        return run_equal_error(args, _given(args))
+        return run_equal_error(args)
     if args.repeats is None:
         args.repeats = 5 if args.what == "step" else 20
     at_least_one(args.repeats, "--repeats")
-    if not 0 <= args.spread < math.inf:
+    if args.spread is not None and not 0 <= args.spread < math.inf:
         raise UserError(f"--spread {args.spread:g} must be at least 0 and finite: it is a standard deviation")
     if args.output is not None:
         from fathom_eval.run import Run
@@ -83,13 +60,6 @@ def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     with torch.inference_mode(), current(device):
         return {"link": _link, "kernels": _kernels, "step": _step}[args.what](args, console, device)
-
-
-def _given(args: argparse.Namespace) -> list[str]:
-    """Names of the options that are not at their defaults."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return [name for name, default in vars(parser.parse_args([args.what])).items() if getattr(args, name) != default]
 
 
 def _link(args: argparse.Namespace, console: Console, device: torch.device) -> int:
@@ -127,6 +97,8 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.offload.cache import default_lanes
     from fathom_eval.offload.gatherer import GATHERERS, check_gathered
 
+    if args.methods is None:
+        args.methods = _TIMED
     contexts = numbers(args.contexts, "--contexts")
     asked, factors = parse_methods(args.methods), _factors(args.rerank)
     specs = with_rerank(asked, factors)
@@ -321,7 +293,7 @@ def _open(args: argparse.Namespace, console: Console, device: torch.device, iden
     name = args.model if args.what == "step" else device.type
     path = Path(args.output) if args.output is not None else default_run_path(f"bench-{args.what}", name, whole)
     check_free_space(path, 256 * _BYTES_A_RECORD)
-    settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, type(None)))}
+    settings = {key: value for key, value in options_taken(args).items() if isinstance(value, (str, int, float, type(None)))}
     details = {"kind": "bench", "model": name, "device": device_name(str(device)), "versions": dict(versions()), "settings": settings}
     opened = Run.open(path, identity=whole, details=details)
     for problem in opened.problems:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,24 +17,17 @@ if TYPE_CHECKING:
     from fathom_eval.reports.loading import Loaded
 
 REFERENCE = "double_sparsity c=D/4"
-_OPTIONS = ("what", "errors", "reference", "output", "offline", "json", "quiet")
 
 
-def run_equal_error(args: argparse.Namespace, given: Iterable[str]) -> int:
-    """Write the table beside the steps, and say where it is.
-
-    Args:
-        given: Names of the options that are not at their defaults.
-    """
+def run_equal_error(args: argparse.Namespace) -> int:
+    """Write the table beside the steps, and say where it is."""
     from fathom_eval.console import Console
-    from fathom_eval.offload.bench.equal_error import equal_error, write_table
+    from fathom_eval.offload.bench.equal_error import equal_error, table_name, write_table
+    from fathom_eval.reports.facts import haystack_of, model_of
     from fathom_eval.reports.loading import TIMING
 
     if args.errors is None or args.output is None:
         raise UserError("equal-error needs --errors, a fidelity run, and --output, a run of 'bench step'")
-    if others := [f"--{name.replace('_', '-')}" for name in given if name not in _OPTIONS]:
-        takes = "it measures nothing, and takes --errors, --output and --reference"
-        raise UserError(f"{', '.join(others)}: no meaning in equal-error; {takes}")
     console = Console(quiet=args.quiet, json=args.json)
     references = [label for text in args.reference or [REFERENCE] for label in words(text, "--reference")]
     with contextlib.ExitStack() as stack:
@@ -48,13 +41,16 @@ def run_equal_error(args: argparse.Namespace, given: Iterable[str]) -> int:
         if not steps.path.is_dir():
             raise UserError(f"--output {args.output} is a file: equal-error needs the folder of the run, and writes its table there")
         rows = equal_error(errors.records.iter_records(), steps.records.iter_records(), references, console.warn)
+        manifest = errors.records.manifest
+        model, text = model_of(manifest), haystack_of(manifest)
+        rows = [dataclasses.replace(row, errors_run=errors.name, errors_model=model, errors_text=text) for row in rows]
     for row in rows:
         console.say(
             f"{row.step_context}, index {row.step_index}, k={row.step_k}: {row.label} (error {row.error:.4f}, at {row.error_context} "
             f"tokens) as {row.step_label} of {row.step_model}: {row.step_ms:.2f} ms, {row.ratio:.2f}x the speed "
             f"of {row.reference} (error {row.reference_error:.4f}){'' if row.same_round else ', timed in another round'}"
         )
-    path = steps.path / "equal_error.csv"
+    path = steps.path / table_name(errors.name)
     write_table(path, rows)
     console.document({"table": str(path), "rows": [vars(row) for row in rows]})
     console.result(path, "table")

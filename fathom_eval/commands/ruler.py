@@ -26,8 +26,8 @@ from fathom_eval.run_files import check_free_space
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
-    from fathom_eval.models import LoadedModel
-    from fathom_eval.ruler import RulerWork
+    from fathom_eval.models import LoadedModel, ModelFacts
+    from fathom_eval.ruler import RulerWork, Unit
     from fathom_eval.tasks.samples import SampleBuilder
 
 HELP = "Run RULER-style tasks: every method decodes from one dense prefill a sample."
@@ -138,8 +138,31 @@ def run(args: argparse.Namespace) -> int:
         _say_plan(console, opened, len(units), len(branches), loaded, details["haystack"]["name"])
         if args.runtime is not None:
             console.say(describe_split(specs, facts, args.runtime, k_values))
+            _check_pinned(console, facts, units, args)
         _measure(console, loaded, builder, opened, units, work, args)
         return _report(console, opened)
+
+
+def _check_pinned(console: Console, facts: ModelFacts, units: list[Unit], args: argparse.Namespace) -> None:
+    """Raise UserError where decoding after the longest prompt pins more host memory than is free here.
+
+    Every worker pins its own. The machines of a cluster are not asked.
+    """
+    from fathom_eval.memory import check_pinned, gib
+    from fathom_eval.offload.branches import estimate_split
+    from fathom_eval.tasks.samples import find_task
+
+    if not units or args.ray not in (None, "local"):
+        return
+    longest, copies = max(unit.context for unit in units), args.workers or 1
+    at_longest = [unit for unit in units if unit.context == longest]
+    branches = list(dict.fromkeys(branch for unit in at_longest for branch in unit.branches))
+    most = max(find_task(unit.task).max_new_tokens for unit in at_longest)
+    pinned = copies * estimate_split(facts, branches, longest, most, args.batch_size, args.runtime).pinned
+    if pinned:
+        what = f"a prompt of {longest:,} tokens" + (f" in each of {copies} workers" if copies > 1 else "")
+        console.say(f"pinned host memory: about {gib(pinned)} for {what}")
+        check_pinned(pinned, what, "a shorter --context")
 
 
 def _measure(
@@ -166,7 +189,7 @@ def _measure(
                 progress.advance()
             return
         progress.advance(0, note=f"{units[0].task} {units[0].context}")
-        for records in evaluate(loaded, builder, units, args.batch_size, runtime=args.runtime, say=console.warn):
+        for records in evaluate(loaded, builder, units, args.batch_size, runtime=args.runtime, say=console.warn, progress=progress.tell):
             opened.append(records)
             following = units[progress.done + 1 : progress.done + 2]
             progress.advance(note=f"{following[0].task} {following[0].context}" if following else "")

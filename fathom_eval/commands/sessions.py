@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from fathom_eval.commands.sessions_inspect import (
     add_rendering_arguments,
     inspect,
     print_list,
-    rendering_choice,
+    source_settings,
 )
 from fathom_eval.commands.spreading import (
     add_runtime_argument,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fathom_eval.methods import MethodSpec
     from fathom_eval.models import LoadedModel
     from fathom_eval.run import Run
-    from fathom_eval.session_data import PreparedSession, SessionData, SourceSettings
+    from fathom_eval.session_data import PreparedSession, SessionData
 
 HELP = "The next step of recorded agent sessions, decoded by every method from one dense prefill."
 EXAMPLE = "fathom-eval sessions --k 512,2048 --trajectories nebius/SWE-rebench-openhands-trajectories"
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     possible.keep(k_values, lambda spec, at: spec.check(facts, at), console.say)
     specs = possible.specs
     console.say(f"sessions of {low:,} to {high:,} tokens, {why}")
-    source = _source(args, low, high)
+    source = source_settings(args, args.sessions, low, high, args.trajectories_revision)
     report = ReadReport()
     try:
         data = prepare_sessions(loaded, source, report=report, say=console.say)
@@ -207,7 +207,7 @@ def _measure(
     if not units:
         return
     with console.progress(len(units), "sessions") as progress:
-        for session, records in _results(console, loaded, data, opened, units, work, args):
+        for session, records in _results(console, loaded, data, opened, units, work, args, progress.tell):
             opened.append(records)
             memory = records[0]["memory"]
             peak = "" if memory["peak_bytes"] is None else f", at most {gib(memory['peak_bytes'])} at once"
@@ -227,13 +227,14 @@ def _results(
     units: list[Unit],
     work: SessionWork,
     args: argparse.Namespace,
+    tell: Callable[[str], None],
 ) -> Iterator[tuple[PreparedSession, list[dict[str, Any]]]]:
-    """Each session with its records, measured here or by workers."""
+    """Each session with its records, measured here, with ``tell`` for what is at work, or by workers."""
     from fathom_eval.agent_sessions import SessionUnit, evaluate, failed_records, stored_references
 
     references = stored_references(opened.iter_records(), loaded, data)
     if not wants_workers(args):
-        yield from evaluate(loaded, data, units, work.settings, references=references, say=console.say)
+        yield from evaluate(loaded, data, units, work.settings, references=references, say=console.say, progress=tell)
         return
     release_weights(loaded)
     tasks = [
@@ -279,24 +280,6 @@ def _baseline(asked: str | None, specs: list[MethodSpec]) -> str | None:
     usual = parse_method(_BASELINE)
     scans = [spec for spec in specs if not spec.method.control]
     return usual.label if usual in scans else scans[0].label if scans else None
-
-
-def _source(args: argparse.Namespace, low: int, high: int) -> SourceSettings:
-    from fathom_eval.session_data import SourceSettings
-
-    return SourceSettings(
-        trajectories=args.trajectories,
-        rendering=rendering_choice(args),
-        sessions=args.sessions,
-        low=low,
-        high=high,
-        seed=args.seed,
-        format_name=args.format,
-        repo=args.repo,
-        default_repo=args.default_repo,
-        condensation=args.condensation,
-        revision=args.trajectories_revision,
-    )
 
 
 def _check_source(args: argparse.Namespace) -> None:

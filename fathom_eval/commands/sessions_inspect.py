@@ -9,6 +9,7 @@ from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
     from fathom_eval.console import Console
+    from fathom_eval.session_data import SourceSettings
     from fathom_eval.sessions.encoding import TrajectoryEncoder
     from fathom_eval.sessions.inspection import Inspection
 
@@ -45,6 +46,31 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         default="full",
         metavar="HOW",
         help="full: all events (default); condensed: what the model still saw",
+    )
+
+
+def source_settings(args: argparse.Namespace, sessions: int, low: int, high: int, revision: str | None = None) -> SourceSettings:
+    """Where sessions come from, by the arguments of :func:`add_reading_arguments` and :func:`add_rendering_arguments`.
+
+    Args:
+        sessions: The most that are taken.
+        low, high: Tokens of a session.
+        revision: Of a hub set.
+    """
+    from fathom_eval.session_data import SourceSettings
+
+    return SourceSettings(
+        trajectories=args.trajectories,
+        rendering=rendering_choice(args),
+        sessions=sessions,
+        low=low,
+        high=high,
+        seed=args.seed,
+        format_name=args.format,
+        repo=args.repo,
+        default_repo=args.default_repo,
+        condensation=args.condensation,
+        revision=revision,
     )
 
 
