@@ -78,7 +78,8 @@ def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
     with ExitStack() as stack:
         loaded, left_out = load_runs(run_paths, stack)
         document, more = build_document(loaded, left_out)
-        warnings = [*more, *(f"{one.name}: {problem}" for one in loaded for problem in one.records.problems)]
+        warnings = [*more, *(f"{section.name}: {line}" for section in document.sections for line in section.warnings)]
+        warnings += [f"{one.name}: {problem}" for one in loaded for problem in one.records.problems]
         for one in loaded:
             warnings += [f"{one.name}: {words}" for words in [unrecorded_words(one.unrecorded)] if words]
             warnings += [f"{one.name}: {remark.text}" for remark in half_remarks([], one.records.torn, NOUNS.get(one.kind, "record"))]

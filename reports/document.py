@@ -167,6 +167,7 @@ class Section:
         glossary: What columns mean: (term, meaning).
         provenance, starts: Facts of the manifest; time and changes of every start.
         data: Further CSV files, by file name, with the function that writes each.
+        warnings: What whoever makes the report should know, one line each; no part of the page.
     """
 
     anchor: str
@@ -187,6 +188,7 @@ class Section:
     identity: str = ""
     manifest: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ def render(document: Document, data_files: Sequence[str]) -> str:
 def _inlined(drawings: Sequence[Drawing]) -> dict[str, str]:
     found: dict[str, str] = {}
     size = 0
-    for drawing in drawings:
-        svg = inline(drawing)
+    for index, drawing in enumerate(drawings):
+        svg = inline(drawing, f"d{index}")
         size += len(svg)
         if size > MAX_DRAWN_BYTES:
             break

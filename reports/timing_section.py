@@ -16,6 +16,7 @@ from fathom_eval.console import printable
 from fathom_eval.reports.canvas import Style, slug
 from fathom_eval.reports.curves import Panel, Point, draw_panels
 from fathom_eval.reports.document import Block, Fact, Item, Measure, Section
+from fathom_eval.reports.equal_errors import equal_error_block
 from fathom_eval.reports.facts import provenance_of, starts_of
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.grids import Bar, draw_bars
@@ -32,9 +33,8 @@ from fathom_eval.reports.wording import significant, spread
 def timing_section(source: TimingSource, anchor: str, styles: dict[str, Style]) -> Section:
     """The timings with everything that a report shows of them."""
     blocks = [_block(source, anchor, number, place, styles) for number, place in enumerate(source.places)]
-    ratios = ratio_block(source, anchor)
-    if ratios is not None:
-        blocks.insert(0, ratios)
+    first = (ratio_block(source, anchor), equal_error_block(source.equal, anchor, source.name, source.device))
+    blocks = [*(block for block in first if block is not None), *blocks]
     blocks += kernel_blocks(source.others, anchor, f"run {source.name} · {source.device}")
     manifest = source.run.manifest
     return Section(
@@ -55,6 +55,7 @@ def timing_section(source: TimingSource, anchor: str, styles: dict[str, Style]) 
         identity=str(manifest.get("identity_sha256", "")),
         manifest=manifest,
         data={"results.csv": partial(_write, source=source)},
+        warnings=source.not_shown,
     )
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from fathom_eval.console import printable
 from fathom_eval.errors import UserError
+from fathom_eval.reports.equal_errors import EqualErrors, equal_errors
 from fathom_eval.reports.facts import devices_of, fact
 from fathom_eval.reports.kernel_tables import time_of_kernel
 from fathom_eval.reports.loading import Loaded, Records
@@ -80,12 +81,19 @@ def place_of(step: Step) -> Place:
 
 @dataclass(frozen=True)
 class TimingSource:
-    """Timings as a report sees them."""
+    """Timings as a report sees them.
+
+    Attributes:
+        equal: Tables of times at equal error that lie beside the steps.
+        not_shown: Those of them that cannot be read, a line each.
+    """
 
     name: str
     run: Records
     steps: Sequence[Step]
     others: Sequence[Step]
+    equal: Sequence[EqualErrors] = ()
+    not_shown: Sequence[str] = ()
 
     @cached_property
     def device(self) -> str:
@@ -146,7 +154,8 @@ def timing_source(loaded: Loaded) -> TimingSource:
             others.append(record)
     if not steps and not any(time_of_kernel(record) is not None for record in others):
         raise UserError(f"{loaded.path} holds no timings")
-    return TimingSource(loaded.name, loaded.records, steps, others)
+    equal, not_shown = equal_errors(loaded.path) if loaded.path.is_dir() else ([], [])
+    return TimingSource(loaded.name, loaded.records, steps, others, equal, not_shown)
 
 
 def valid(steps: Sequence[Step]) -> list[Step]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from fathom_eval.cli import main
 from fathom_eval.errors import UserError
-from fathom_eval.offload.bench.equal_error import equal_error, write_table
+from fathom_eval.offload.bench.equal_error import equal_error, read_table, table_name, tables_of, write_table
 from fathom_eval.run import PACKED, RECORDS, Run
 
 
@@ -102,7 +104,8 @@ def test_a_step_of_the_same_basis_is_preferred(tmp_path: Path) -> None:
     old = [{name: value for name, value in one.items() if name != "scan_basis"} for one in KLT_STEPS]
     assert equal_error(KLT_ERRORS, old, "double_sparsity c=D/4") == rows
     write_table(tmp_path / "table.csv", rows)
-    assert (tmp_path / "table.csv").read_text().splitlines()[0].endswith("reference_ms,ratio,step_basis,same_round")
+    last = "step_wall_ms,reference_wall_ms,windows_shared,windows_below,errors_run,errors_model,errors_text"
+    assert (tmp_path / "table.csv").read_text().splitlines()[0].endswith(f"reference_ms,ratio,step_basis,same_round,{last}")
 
 
 def test_several_references_each_have_their_lines() -> None:
@@ -200,14 +203,14 @@ def command(tmp_path: Path) -> list[str]:
 
 def test_the_command_reads_packed_records(command: list[str], tmp_path: Path) -> None:
     assert main(command) == 0
-    made = (tmp_path / "steps/equal_error.csv").read_bytes()
-    (tmp_path / "steps/equal_error.csv").unlink()
+    made = (tmp_path / "steps/equal-error-errors.csv").read_bytes()
+    (tmp_path / "steps/equal-error-errors.csv").unlink()
     for name in ("errors", "steps"):
         file = tmp_path / name / RECORDS
         file.with_name(PACKED).write_bytes(gzip.compress(file.read_bytes()))
         file.unlink()
     assert main(command) == 0
-    assert (tmp_path / "steps/equal_error.csv").read_bytes() == made
+    assert (tmp_path / "steps/equal-error-errors.csv").read_bytes() == made
     assert not (tmp_path / "steps" / RECORDS).exists()
 
 
@@ -222,16 +225,61 @@ def test_the_command_says_what_it_was_not_given(command: list[str], tmp_path: Pa
         (["--output", f"{tmp_path}/whole.jsonl"], "is a run of other timings, not a run of 'bench step'"),
         (["--output", str(bare)], "is a file: equal-error needs the folder of the run"),
         (["--errors", f"{tmp_path}/none"], f"no run at {tmp_path}/none"),
-        (["--contexts", "4096", "--k", "64"], "--contexts, --k: no meaning in equal-error; it measures nothing"),
-        (["--lanes", "2", "--trust-remote-code"], "--lanes, --trust-remote-code: no meaning"),
+        (["--lanes", "2"], "--lanes: no meaning in 'equal-error'; --lanes is of 'bench step'"),
     ):
         assert main([*command, *flags]) == 2
         error = capsys.readouterr().err.strip()
         assert said in error
         assert "\n" not in error
-    (tmp_path / "steps/equal_error.csv").mkdir()  # as where the folder cannot be written
+    (tmp_path / "steps/equal-error-errors.csv").mkdir()  # as where the folder cannot be written
     assert main(command) == 2
-    assert f"cannot write {tmp_path}/steps/equal_error.csv" in capsys.readouterr().err
+    assert f"cannot write {tmp_path}/steps/equal-error-errors.csv" in capsys.readouterr().err
+
+
+def test_the_table_says_what_it_is_made_of(command: list[str], tmp_path: Path) -> None:
+    assert main(command) == 0
+    other = tmp_path / "another errors-run"
+    (tmp_path / "errors").rename(other)
+    assert main([str(other) if one == str(tmp_path / "errors") else one for one in command]) == 0
+    first, second = (tmp_path / "steps" / table_name(name) for name in ("errors", other.name))
+    assert [path.name for path in tables_of(tmp_path / "steps")] == ["equal-error-another-errors-run.csv", "equal-error-errors.csv"]
+    before, after = read_table(first), read_table(second)
+    assert {(row.errors_run, row.errors_model, row.errors_text) for row in before} == {("errors", "an unnamed model", "")}
+    assert {row.errors_run for row in after} == {other.name}
+    assert [replace(row, errors_run="errors") for row in after] == before
+
+
+def test_windows_are_compared_one_by_one() -> None:
+    target = [fidelity("double_sparsity", "double_sparsity c=D/4", 68, error) | {"sample": at} for at, error in enumerate((0.2, 0.3, 0.1))]
+    own = [fidelity("sparq", "sparq r=D/8", 34, error) | {"sample": at} for at, error in ((0, 0.1), (1, 0.31), (5, 0.0))]
+    steps = [step("double_sparsity", "double_sparsity c=32", 136, 110), step("sparq", "sparq r=16", 68, 60, wall_ms=66.0)]
+    same, below = equal_error([*target, *own], steps, "double_sparsity c=D/4")
+    assert (same.windows_shared, same.windows_below) == (3, 0)
+    assert (below.windows, below.windows_shared, below.windows_below) == (3, 2, 1)
+    assert (below.step_wall_ms, below.reference_wall_ms) == (66.0, 220.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace(",windows_below", ",other"), "lacks windows_below, as of an earlier version"),
+        (lambda text: text.replace(",True,", ",maybe,", 1), "row 1: 'maybe' is no value of its column"),
+        (lambda text: text.replace(",512,", ",half,", 1), "row 1: .*'half' is no value"),
+        (lambda text: text.replace(",0.2,", ",nan,", 1), "row 1: 'nan' is no value"),
+        (lambda text: text[:-30], "row 4|lacks"),
+        (lambda text: "\udc80" + text, "cannot be read"),
+    ],
+)
+def test_a_table_that_was_changed_is_refused(change: Callable[[str], str], said: str, tmp_path: Path) -> None:
+    path, rows = tmp_path / "table.csv", equal_error(KLT_ERRORS, KLT_STEPS, "double_sparsity c=D/4")
+    write_table(path, rows)
+    assert read_table(path) == rows
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError, match=said) as error:
+        read_table(path)
+    assert "'fathom-eval bench equal-error' writes it anew" in str(error.value)
+    with pytest.raises(UserError, match="No such file"):
+        read_table(tmp_path / "none.csv")
 
 
 def test_the_command_takes_several_references(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +289,7 @@ def test_the_command_takes_several_references(command: list[str], tmp_path: Path
         (["--reference", "loki r=D/4", "--reference", "double_sparsity c=D/4"], ["loki r=D/4", "double_sparsity c=D/4"]),
     ):
         assert main([*command, *flags]) == 0
-        lines = (tmp_path / "steps/equal_error.csv").read_text().splitlines()[1:]
+        lines = (tmp_path / "steps/equal-error-errors.csv").read_text().splitlines()[1:]
         assert list(dict.fromkeys(line.split(",")[7] for line in lines)) == references
     assert "another round" not in capsys.readouterr().out
     assert main([*command, "--reference", " , "]) == 2

@@ -12,6 +12,7 @@ import contextlib
 import csv
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
@@ -19,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fathom_eval.console import csv_safe
+from fathom_eval.console import csv_safe, printable
 from fathom_eval.errors import UserError, did_you_mean
 from fathom_eval.reports.timing_steps import in_turn
 from fathom_eval.run_files import file_errors, write_atomically
@@ -29,6 +30,8 @@ SAME_BITS = 0.06
 
 Budgets may lie as close to each other, which is why those that are named are compared first.
 """
+
+_TABLE = "equal-error-"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class EqualError:
         ratio: The reference's time over this one's.
         step_basis: Of the scan that was timed, ``raw`` or ``klt``.
         same_round: Whether both steps took turns in one process.
+        step_wall_ms, reference_wall_ms: Wall time of the same two steps.
+        windows_shared, windows_below: Windows that both configurations have, and those of them in which this one's error is the smaller.
+        errors_run, errors_model, errors_text: Where the errors come from, in words; empty where nobody said.
     """
 
     error_context: int
@@ -72,6 +78,13 @@ class EqualError:
     ratio: float
     step_basis: str
     same_round: bool
+    step_wall_ms: float
+    reference_wall_ms: float
+    windows_shared: int
+    windows_below: int
+    errors_run: str = ""
+    errors_model: str = ""
+    errors_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class _Configuration:
     bits: float
     error: float
     head_dim: int
+    errors: Mapping[tuple[Any, Any], float]
 
 
 def equal_error(
@@ -144,6 +158,47 @@ def write_table(path: Path, rows: Sequence[EqualError]) -> None:
         write_atomically(path, text.getvalue().encode())
 
 
+def table_name(run: str) -> str:
+    """The file of a table beside the steps, named after the run of the errors."""
+    return f"{_TABLE}{re.sub(r'[^A-Za-z0-9._-]+', '-', run).strip('-.')[:100] or 'run'}.csv"
+
+
+def tables_of(folder: Path) -> list[Path]:
+    """The tables beside the steps of a run."""
+    return sorted(path for path in folder.glob(f"{_TABLE}*.csv") if path.is_file())
+
+
+def read_table(path: Path) -> list[EqualError]:
+    """The rows that :func:`write_table` wrote. Raises UserError where the file cannot be read, or is not what this version writes."""
+    again = "'fathom-eval bench equal-error' writes it anew"
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {again}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if missing := [field.name for field in fields(EqualError) if line.get(field.name) is None]:
+            raise UserError(f"{path} lacks {', '.join(missing)}, as of an earlier version; {again}")
+        try:
+            row = EqualError(**{field.name: _READ[str(field.type)](line[field.name]) for field in fields(EqualError)})
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{path}, row {number}: {error} is no value of its column; {again}") from None
+        rows.append(row)
+    return rows
+
+
+def _number(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(repr(text))
+    return found
+
+
+_TRUTH = {"True": True, "False": False}
+_READ: dict[str, Callable[[str], Any]] = {"int": int, "float": _number, "bool": _TRUTH.__getitem__, "str": printable}
+
+
 def _other_k(of_errors: set[int], of_steps: set[int]) -> str:
     """Which k only the errors have, in words; empty where there is a step of each."""
     alone = ", ".join(map(str, sorted(of_errors - of_steps)))
@@ -160,6 +215,7 @@ def _cells(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], list[_
         first = members[0]
         options = first["options"]
         bits, error = (fmean(member[name] for member in members) for name in ("bits", "error_dense"))
+        errors = {(member.get("task"), member.get("sample")): member["error_dense"] for member in members}
         found = _Configuration(
             method=first["method"],
             basis=str(options.get("basis", "")),
@@ -170,6 +226,7 @@ def _cells(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], list[_
             bits=bits,
             error=error,
             head_dim=first["head_dim"],
+            errors=errors,
         )
         cells.setdefault((context, k), []).append(found)
     return cells
@@ -270,6 +327,7 @@ def _rows(
 
 
 def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], target: _Configuration, base: Mapping[str, Any]) -> EqualError:
+    shared = one.errors.keys() & target.errors.keys()
     return EqualError(
         error_context=context,
         error_k=k,
@@ -293,4 +351,8 @@ def _row(context: int, k: int, one: _Configuration, step: Mapping[str, Any], tar
         ratio=_time(base) / _time(step),
         step_basis=_basis(step),
         same_round=in_turn(step, base),
+        step_wall_ms=float(step["wall_ms"]),
+        reference_wall_ms=float(base["wall_ms"]),
+        windows_shared=len(shared),
+        windows_below=sum(one.errors[window] < target.errors[window] for window in shared),
     )
