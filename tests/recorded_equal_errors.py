@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 from functools import cache
+from pathlib import Path
 from statistics import fmean
 
 from fathom_eval.offload.bench.equal_error import equal_error
-from tests.recorded_names import EQUAL, ROOT
-from tests.recorded_steps import Record, equal_steps, lines_of, row
+from tests.recorded_names import EQUAL, PACED_EQUAL, ROOT
+from tests.recorded_steps import Record, equal_steps, lines_of, paced_equal, row
 
 FIDELITY = {length: ROOT / f"reports/published/fidelity-qwen-coder-{length}-small-budgets" for length in ("90k", "32k")}
 SMALL = "fathom budget={} basis=klt attend=union"
@@ -17,19 +18,9 @@ Line = dict[str, str]
 
 
 def reranked() -> list[tuple[Record, Record]]:
-    """Steps that rescore, each with the one without that took turns with it; a selection, the second start's where both have one."""
-    steps = equal_steps()
-    found = []
-    for step in steps:
-        plain = step["label"].replace(f" rerank={step['rerank']}", "")
-        (without,) = (
-            other for other in steps if (other["label"], other["round"], other["rows_by"]) == (plain, step["round"], step["rows_by"])
-        )
-        later = any(other["label"] == step["label"] and other["round"] > step["round"] for other in steps)
-        union = "attend=union" in step["label"]
-        if step["rerank"] > 1 and not later and union == (step["method"] == "fathom"):
-            found.append((step, without))
-    return found
+    """Steps that rescore, each with the one without; all took turns."""
+    steps = {step["label"]: step for step in paced_equal()}
+    return [(step, steps[label.replace(f" rerank={step['rerank']}", "")]) for label, step in steps.items() if step["rerank"] > 1]
 
 
 def rerank() -> list[str]:
@@ -37,7 +28,6 @@ def rerank() -> list[str]:
         row(
             (
                 step["label"],
-                step["rows_by"],
                 *(f"{time:.2f}" for name in ("gpu_ms", "wall_ms") for time in (without[name], step[name])),
                 f"{step['floor_ratio']:.3f}",
                 *(f"{part['fetched_bytes'] / 1e6:.0f}" for part in (without, step)),
@@ -49,11 +39,11 @@ def rerank() -> list[str]:
 
 
 @cache
-def equal_lines() -> dict[tuple[str, str], dict[str, Line]]:
+def equal_lines(folder: Path = PACED_EQUAL) -> dict[tuple[str, str], dict[str, Line]]:
     """What the command wrote of Fathom, by the errors' length and the reference, then by basis."""
     found: dict[tuple[str, str], dict[str, Line]] = {}
     for length in FIDELITY:
-        with (EQUAL / f"equal-error-{length}.csv").open(encoding="utf-8") as file:
+        with (folder / f"equal-error-{length}.csv").open(encoding="utf-8") as file:
             for line in csv.DictReader(file):
                 members = found.setdefault((length, line["reference"]), {})
                 if line["method"] == "fathom":
@@ -61,14 +51,8 @@ def equal_lines() -> dict[tuple[str, str], dict[str, Line]]:
     return found
 
 
-def wall_of(line: Line, label: str, time: str) -> float:
-    """Wall time of the step whose GPU time a line has."""
-    (found,) = (step for step in lines_of("records.jsonl.gz", EQUAL) if step["label"] == label and step["gpu_ms"] == float(line[time]))
-    return float(found["wall_ms"])
-
-
 def wall_ratio(line: Line) -> float:
-    return wall_of(line, line["reference"], "reference_ms") / wall_of(line, line["step_label"], "step_ms")
+    return float(line["reference_wall_ms"]) / float(line["step_wall_ms"])
 
 
 def windows(length: str, label: str) -> dict[int, float]:
@@ -91,7 +75,10 @@ def errors_without_the_largest_gain(length: str, label: str, reference: str) -> 
 
 
 def plain_ratio(length: str, reference: str) -> float:
-    """Fathom's speed in a basis at a reference's error, where heads attend to their own winners and nothing is rescored."""
+    """Fathom's speed in a basis at a reference's error, where heads attend to their own winners and nothing is rescored.
+
+    Before rows were paced: few of these were timed after.
+    """
     lines = lines_of("records.jsonl.gz", FIDELITY[length])
     plain = [line for line in lines if not {"attend=union", "rerank=1.5", "rerank=2.0"}.intersection(line["label"].split())]
     (found,) = (line for line in equal_error(plain, lines_of("records.jsonl.gz", EQUAL), reference) if line.basis == "klt")
@@ -102,18 +89,12 @@ def equal() -> list[str]:
     """The references whose error Fathom reaches at a budget that was timed."""
     found = []
     for (length, reference), members in equal_lines().items():
-        if not members:
+        if "klt" not in members:
             continue
-        error = fmean(windows(length, reference).values())
-        cells: list[str] = []
-        for basis in ("klt", "raw"):
-            line = members.get(basis)
-            short = line["label"].replace(f" basis={basis}", "").replace("fathom ", "") if line else "none"
-            cells.append(short)
-            if basis == "klt":
-                cells += [f"{float(line['error']):.3f}", below(length, line["label"], reference)] if line else ["–", "–"]
-                cells.append(f"{float(line['step_ms']):.2f}" if line else "–")
-            cells.append(f"{float(line['ratio']):.2f} ({wall_ratio(line):.2f})" if line else "–")
+        error, line = fmean(windows(length, reference).values()), members["klt"]
+        short = line["label"].replace(" basis=klt", "").replace("fathom ", "")
+        cells = [short, f"{float(line['error']):.3f}", below(length, line["label"], reference), f"{float(line['step_ms']):.2f}"]
+        cells += [f"{float(line['ratio']):.2f}", f"{wall_ratio(line):.2f}"]
         found.append(row((length, reference, f"{error:.3f}", *cells)))
     return found
 

@@ -8,6 +8,8 @@ ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "reports/published/step-h200"
 KERNELS = ROOT / "reports/published/kernels-h200"
 EQUAL = ROOT / "reports/published/equal-error-h200"
+PACED = ROOT / "reports/published/step-h200-paced"
+PACED_EQUAL = ROOT / "reports/published/equal-error-h200-paced"
 LONG = 2**20
 FATHOM, SPARQ, DOUBLE = "fathom budget=48 basis=raw", "sparq r=16", "double_sparsity c=32"
 LANDMARK, THUMBNAIL, FULL = "landmark size=8", "thumbnail depth=2", "full 4-bit"

@@ -9,7 +9,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.recorded_names import DOUBLE, DOUBLE_4, EQUAL, FATHOM, FULL, KERNELS, LANDMARK, LONG, PUBLISHED, SPARQ, THUMBNAIL
+from tests.recorded_names import (
+    DOUBLE,
+    DOUBLE_4,
+    EQUAL,
+    FATHOM,
+    FULL,
+    KERNELS,
+    LANDMARK,
+    LONG,
+    PACED,
+    PACED_EQUAL,
+    PUBLISHED,
+    SPARQ,
+    THUMBNAIL,
+)
 
 ALONE = {
     FATHOM: "fathom 48",
@@ -32,13 +46,31 @@ def lines_of(name: str, folder: Path = PUBLISHED) -> list[Record]:
 
 
 def records() -> list[Record]:
+    """Of the steps before rows were paced."""
     return lines_of("records.jsonl.gz")
 
 
-def chosen(**wanted: Any) -> list[Record]:
-    """Records with these fields; of one session, without rerank and with the index on the host where nothing else is said."""
+def paced() -> list[Record]:
+    return lines_of("records.jsonl.gz", PACED)
+
+
+def paced_equal() -> list[Record]:
+    return lines_of("records.jsonl.gz", PACED_EQUAL)
+
+
+def again() -> list[Record]:
+    """Steps of the main table in another start."""
+    return lines_of("again.jsonl", PACED)
+
+
+def chosen(of: Iterable[Record] | None = None, **wanted: Any) -> list[Record]:
+    """Records with these fields; of one session, without rerank and with the index on the host where nothing else is said.
+
+    Args:
+        of: Records to choose from, those before rows were paced where nothing else is said.
+    """
     wanted = {"batch": 1, "sessions": 1, "rerank": 1.0, "index": "host", **wanted}
-    return [one for one in records() if all(one[name] == value for name, value in wanted.items())]
+    return [one for one in (records() if of is None else of) if all(one[name] == value for name, value in wanted.items())]
 
 
 @cache
@@ -48,14 +80,14 @@ def equal_steps() -> list[Record]:
     return [*first, *(step for step in lines_of("records.jsonl.gz", EQUAL) if step["round"] != first[0]["round"])]
 
 
-def one(label: str, **wanted: Any) -> Record:
-    (found,) = chosen(label=label, **wanted)
+def one(label: str, of: Iterable[Record] | None = None, **wanted: Any) -> Record:
+    (found,) = chosen(of, label=label, **wanted)
     return found
 
 
-def main_table() -> dict[str, Record]:
-    """The steps at 1M tokens, one session, index on the host."""
-    return {step["label"]: step for step in chosen(context=LONG)}
+def main_table(of: Iterable[Record] | None = None) -> dict[str, Record]:
+    """The steps at 1M tokens, one session, index on the host; as the defaults are where nothing else is said."""
+    return {step["label"]: step for step in chosen(paced() if of is None else of, context=LONG)}
 
 
 def times_fathom(step: Record, own: Record) -> float:
@@ -67,14 +99,25 @@ def in_turn(step: Record) -> float:
     """A step's time over that of Fathom's read which took turns with it."""
     (own,) = (
         other
-        for other in records()
+        for other in (*records(), *paced(), *again(), *paced_equal())
         if other["round"] == step["round"] and other["label"].startswith(FATHOM) and other["context"] == step["context"]
     )
     return times_fathom(step, own)
 
 
+def other_rounds() -> list[Record]:
+    """The other steps of the main table's methods at 1M tokens."""
+    return [*again(), *(step for step in paced_equal() if step["label"] in (FATHOM, SPARQ, DOUBLE_4))]
+
+
+def ratios(labels: Iterable[str], time: str = "gpu_ms") -> list[float]:
+    """Of a scan's time to Fathom 48's in the other rounds, under any of its names."""
+    own = {step["round"]: step for step in other_rounds() if step["label"] == FATHOM}
+    return [step[time] / own[step["round"]][time] for step in other_rounds() if step["label"] in labels]
+
+
 def ratios_elsewhere(label: str, time: str = "gpu_ms") -> list[float]:
-    """Of a method's time to Fathom 48's in the run of equal errors, by start and by who brought the rows."""
+    """Before rows were paced, of a method's time to Fathom 48's in the run of equal errors, by start and by who brought the rows."""
     own = {(step["round"], step["rows_by"]): step for step in equal_steps() if step["label"] == FATHOM}
     return [step[time] / own[step["round"], step["rows_by"]][time] for step in equal_steps() if step["label"] == label]
 
@@ -135,8 +178,8 @@ def row(cells: Iterable[Any]) -> str:
 def targets() -> list[str]:
     main = main_table()
     own = main[FATHOM]
-    elsewhere = {DOUBLE: ratios_elsewhere(DOUBLE_4), SPARQ: ratios_elsewhere("sparq r=D/8")}
-    ratios = [
+    elsewhere = {DOUBLE: ratios([DOUBLE, DOUBLE_4]), SPARQ: ratios([SPARQ])}
+    compared = [
         (
             f"{name} ÷ Fathom 48",
             target,
@@ -154,12 +197,13 @@ def targets() -> list[str]:
     ]
     top = setting("gpu", 1, None, None)["parts"]["top_k"] / own["layers"]
     scan, twin = (kernel(name, "index in HBM", 2**17)["ms"] for name in ("nibble 32 channels", "fathom 48"))
-    again = [step for step in equal_steps() if step["label"] == FATHOM]
-    floors, walls = span((step["floor_ratio"] for step in again), 3), span((step["wall_ms"] / step["gpu_ms"] for step in again), 3)
+    elsewhere_own = [step for step in other_rounds() if step["label"] == FATHOM]
+    floors = span((step["floor_ratio"] for step in elsewhere_own), 3)
+    walls = span((step["wall_ms"] / step["gpu_ms"] for step in elsewhere_own), 3)
     return [
         row(cells)
         for cells in (
-            *ratios,
+            *compared,
             ("step ÷ floor", "≤ 1.25", "1.15", f"{own['floor_ratio']:.3f}", floors, "–"),
             ("wall ÷ GPU time", "≤ 1.03", "–", f"{own['wall_ms'] / own['gpu_ms']:.3f}", walls, "–"),
             ("exact top-k a layer, ms, one lane", "≤ 0.12", "–", f"{top:.3f}", "–", "–"),
@@ -190,20 +234,19 @@ def methods() -> list[str]:
 
 
 def parts() -> list[str]:
-    names = ("scan", "top_k", "union", "rows", "rows_wait", "attention", "gemm", "other")
+    names = ("scan", "top_k", "union", "rows", "attention", "gemm", "other")
     return [row((label, *(f"{step['parts_ms'][name]:.2f}" for name in names))) for label, step in main_table().items()]
 
 
 def contexts() -> list[str]:
     found = []
-    for own in sorted(chosen(label=FATHOM), key=lambda step: step["context"]):
-        others = (in_turn(one(label, round=own["round"])) for label in (SPARQ, DOUBLE, LANDMARK, THUMBNAIL, FULL))
+    for own in sorted(chosen(paced(), label=FATHOM), key=lambda step: step["context"]):
+        others = (in_turn(one(label, paced(), round=own["round"])) for label in (SPARQ, DOUBLE, LANDMARK, THUMBNAIL, FULL))
         found.append(
             row(
                 (
                     f"{own['context']:,}",
                     in_words(own["lanes"], own["last_lane"]),
-                    own["rows_by"],
                     own["distinct_layers"],
                     f"{own['gpu_ms']:.2f}",
                     f"{own['floor_ratio']:.3f}",
@@ -216,8 +259,9 @@ def contexts() -> list[str]:
 
 
 def batched() -> list[Record]:
-    """Steps of several sessions without those of a setting that turned out a bad one, four lanes and ``both`` at 128k."""
-    found = [step for step in records() if step["batch"] > 1 and (step["context"], step["lanes"]) != (2**17, 4)]
+    """Steps of several sessions; at 128k before rows were paced, without a setting that turned out a bad one, four lanes and ``both``."""
+    near = [step for step in records() if (step["context"], step["lanes"]) == (2**17, 2)]
+    found = [step for step in (*near, *paced()) if step["batch"] > 1]
     return sorted(found, key=lambda step: (step["context"], step["batch"]))
 
 
@@ -228,7 +272,6 @@ def batches() -> list[str]:
                 f"{step['context']:,}",
                 step["batch"],
                 step["lanes"],
-                step["rows_by"],
                 step["label"],
                 f"{step['gpu_ms']:.2f}",
                 f"{step['gpu_ms'] / step['batch']:.2f}",
@@ -245,29 +288,65 @@ def batches() -> list[str]:
 def beside(label: str, context: int, sessions: int) -> tuple[Record, Record, Record]:
     """Sessions side by side, one alone, and as many in one step."""
     (many,) = (step for step in batched() if (step["label"], step["context"], step["batch"]) == (label, context, sessions))
-    alone = main_table()[label] if context == LONG else one(label, context=context)
-    return one(label, context=context, sessions=sessions), alone, many
+    # The steps of one session at 1M tokens took their turns just before those of several.
+    of, single = (paced(), again()) if context == LONG else (records(), records())
+    return one(label, of, context=context, sessions=sessions), one(label, single, context=context), many
+
+
+def of_many() -> list[Record]:
+    """Sessions side by side; at 128k before rows were paced."""
+    return [step for step in (*chosen_at(records(), 2**17), *chosen_at(paced(), LONG)) if step["sessions"] > 1]
+
+
+def chosen_at(of: Iterable[Record], context: int) -> list[Record]:
+    return [step for step in of if step["context"] == context]
 
 
 def side_by_side() -> list[str]:
     found = []
-    for step in records():
-        if step["sessions"] > 1:
-            _, alone, many = beside(step["label"], step["context"], step["sessions"])
-            times = [one["wall_ms_a_token"] for one in (step, alone, many)]
-            found.append(
-                row(
-                    (
-                        f"{step['context']:,}",
-                        step["sessions"],
-                        step["label"],
-                        f"{step['wall_ms']:.2f}",
-                        f"{step['gpu_ms']:.2f}",
-                        *(f"{time:.2f}" for time in times),
-                        *(f"{time / times[0]:.2f}" for time in times[1:]),
-                    )
+    for step in of_many():
+        _, alone, many = beside(step["label"], step["context"], step["sessions"])
+        times = [one["wall_ms_a_token"] for one in (step, alone, many)]
+        found.append(
+            row(
+                (
+                    f"{step['context']:,}",
+                    step["sessions"],
+                    step["label"],
+                    f"{step['wall_ms']:.2f}",
+                    f"{step['gpu_ms']:.2f}",
+                    *(f"{time:.2f}" for time in times),
+                    *(f"{time / times[0]:.2f}" for time in times[1:]),
                 )
             )
+        )
+    return found
+
+
+def swept(**wanted: Any) -> list[Record]:
+    """Steps of the sweeps that pacing was chosen by, of one setting."""
+    start = wanted.pop("start", 2)
+    context = wanted.pop("context", LONG)
+    lanes = wanted.pop("lanes", 2 if context < 2**19 else 3)
+    found = lines_of("pacing.jsonl", PACED)
+    return [step for step in found if (step["start"], step["context"], step["lanes"], step["setting"]) == (start, context, lanes, wanted)]
+
+
+def swept_time(label: str, **wanted: Any) -> float:
+    """The first of the steps where one was timed again."""
+    return float(next(step["gpu_ms"] for step in swept(**wanted) if step["label"] == label))
+
+
+def pacing() -> list[str]:
+    """Fathom 48 and SparQ by the programs that fetch rows behind a scan."""
+    found = []
+    for context in (2**17, 2**18, 2**19, LONG):
+        for programs in (132, 64, 32, 24, 16, 12, 8):
+            wanted = {"context": context} | ({} if programs == 132 else {"fetch_programs": programs})
+            if steps := swept(**wanted):
+                own, other = (swept_time(label, **wanted) for label in (FATHOM, SPARQ))
+                place = in_words(steps[0]["lanes"], steps[0]["last_lane"])
+                found.append(row((f"{context:,}", place, programs, f"{own:.2f}", f"{other:.2f}", f"{other / own:.3f}")))
     return found
 
 

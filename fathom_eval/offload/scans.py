@@ -56,12 +56,14 @@ class Scan(ABC):
         bases: Karhunen–Loève bases of the layers' stores, None for the model's own channels.
         span: Tokens that one score stands for.
         adaptive: Whether what is read depends on the query; if not, it could be fetched ahead of it.
+        code_bits: Bits a key that it reads, without scales; of several layers the fewest.
     """
 
     store: ClassVar[str]
     bases: Sequence[Basis] | None = None
     span: int = 1
     adaptive: bool = False
+    code_bits: float
 
     @abstractmethod
     def allocate(self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
@@ -128,6 +130,7 @@ class WaterFilling(_PlaneScan):
 
     def __init__(self, variances: Sequence[Tensor], budgets: Sequence[int], bases: Sequence[Basis] | None = None) -> None:
         self._variances, self._budgets, self.bases = [part.contiguous() for part in variances], budgets, bases
+        self.code_bits = min(budgets)
 
     def plan(self, layer: int, query: Tensor) -> None:
         plan_depths(query, self._variances[layer], self._budgets[layer], self._plans[layer])
@@ -145,6 +148,7 @@ class UniformDepth(_PlaneScan):
         plan.depths.fill_(self._depth)
         plan.slots.fill_(self._depth)
         plan.channels.copy_(torch.arange(head_dim, device=device))
+        self.code_bits = self._depth * head_dim
         self._counts[..., : self._depth] = head_dim
 
 
@@ -174,7 +178,7 @@ class TopChannels(_NibbleScan):
     adaptive = True
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._count, self.code_bits = count, 4 * count
 
     def allocate(self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
         picked = torch.zeros(rows, heads, self._count, dtype=torch.int32, device=device)
@@ -193,6 +197,7 @@ class FixedChannels(_NibbleScan):
 
     def __init__(self, channels: Sequence[Tensor], bases: Sequence[Basis] | None = None) -> None:
         self._fixed, self.bases = channels, bases
+        self.code_bits = 4 * min(part.shape[-1] for part in channels)
 
     def allocate(self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
         self._picked = [part.to(device).expand(rows, -1, -1).contiguous() for part in self._fixed]
@@ -209,6 +214,7 @@ class Landmarks(Scan):
     def allocate(self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
         self._shape = (layers, rows, heads)
         self._head_dim = head_dim
+        self.code_bits = 16 * head_dim / self.span
 
     def scan(
         self, layer: int, lane: Lane, query: Tensor, tables: LaneTables, blocks: Tensor, scores: Tensor, maxima: Tensor, scaling: float

@@ -29,6 +29,7 @@ from fathom_eval.kernels.scan import score_tail
 from fathom_eval.kernels.topk import scratch_size, top_tokens
 from fathom_eval.offload.cache import Lane, LaneTables, TieredCache
 from fathom_eval.offload.gatherer import Box, RowGatherer, check_gathered
+from fathom_eval.offload.pacing import fetch_programs
 from fathom_eval.offload.scans import Scan
 from fathom_eval.offload.weights import DecoderWeights
 from fathom_eval.selection import Policy
@@ -45,6 +46,7 @@ class LaneWork:
         unions: Of every layer, the rows of each group; candidates, where the step reranks.
         kept: The same lists with the masks of what is attended to.
         box: Through which the CPU hands over the rows, None where the device fetches them.
+        programs: That fetch the rows at most, None where no scan shares the link with them.
     """
 
     lane: Lane
@@ -58,6 +60,7 @@ class LaneWork:
     workspace: Tensor
     ordered: Tensor
     box: Box | None
+    programs: int | None
 
 
 class DecodeStep:
@@ -239,12 +242,14 @@ class DecodeStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
+        accesses = 1 + policy.rerank if policy.rerank > 1 else 1  # keys of candidates, then values of winners
         box = None
         if self._gatherer is not None and self.gathered(lane):
             box = self._gatherer.box(rows * heads * slots, 2, head_dim, cache.tail.dtype)
         return LaneWork(
             lane=lane,
             box=box,
+            programs=fetch_programs(cache, lane, self.scan.code_bits, group * self._count * accesses),
             scores=zeros(rows, heads, group, capacity * BLOCK // self.scan.span, kind=dtype),
             maxima=zeros(rows, heads, group, capacity, kind=dtype),
             scratch=zeros(rows, heads, group, scratch_size(self._candidates, tail), kind=torch.int32),
@@ -349,11 +354,11 @@ class DecodeStep:
             await_rows(work.box.mailbox)
             take_rows(work.box.mailbox, union, work.fetched)
         else:
-            fetch_rows(tables["rows"], union, work.fetched[:1] if reranks else work.fetched)
+            fetch_rows(tables["rows"], union, work.fetched[:1] if reranks else work.fetched, programs=work.programs)
         if reranks:
             keep_best(query, work.fetched[0], keys, blocks, tokens, *limits, self._count, union, kept, work.ordered, shared=shared)
             if work.box is None:
-                fetch_rows(tables["rows"], kept, work.fetched[1:], first_part=1, members_only=True)
+                fetch_rows(tables["rows"], kept, work.fetched[1:], first_part=1, members_only=True, programs=work.programs)
         attend_rows(query, work.fetched[0], work.fetched[1], kept, keys, values, work.workspace, out, self.weights.scaling)
         if self.observer is not None:
             self.observer(number, work)

@@ -69,7 +69,9 @@ def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local
             union.tail_members[row, head, : len(late)] = late
 
 
-def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part: int = 0, members_only: bool = False) -> None:
+def fetch_rows(
+    table: SegmentTable, union: GroupRows, out: Tensor, *, first_part: int = 0, members_only: bool = False, programs: int | None = None
+) -> None:
     """Copy the rows of each group's list out of a store in HBM or pinned host memory. Rows behind the count are not touched.
 
     Args:
@@ -78,6 +80,7 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part
         union: Lists from :func:`union_rows`.
         out: ``[p, R, H, C, W]`` of the same dtype, contiguous: parts ``first_part`` to ``first_part + p``.
         members_only: Leave out rows that no query head attends to.
+        programs: On a GPU fetch with no more programs than these, at least one a list; None for what is fastest alone.
 
     Raises:
         ValueError: A part is not a multiple of 16 bytes.
@@ -88,7 +91,7 @@ def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, *, first_part
     if out.is_cuda:
         from fathom_eval.kernels.rows import triton as kernel
 
-        kernel.fetch_rows(table, union, out, first_part, members_only)
+        kernel.fetch_rows(table, union, out, first_part, members_only, programs)
         return
     for row, counts in enumerate(union.counts.tolist()):
         stored = torch.cat(table.segments[row], dim=1)

@@ -191,15 +191,18 @@ def union_rows(indices: Tensor, blocks: Tensor, tokens: Tensor, sink: int, local
     )
 
 
-def fetch_rows(table: SegmentTable, union: GroupRows, out: Tensor, first_part: int, members_only: bool) -> None:
+def fetch_rows(
+    table: SegmentTable, union: GroupRows, out: Tensor, first_part: int, members_only: bool, programs: int | None = None
+) -> None:
     """See :func:`fathom_eval.kernels.rows.fetch_rows`."""
     example = table.example
     rows, heads, capacity = union.rows.shape
     _, tokens, stored, width = example.shape
     words, parts = width * example.element_size() // 4, out.shape[0]
     pieces = triton.cdiv(capacity, ROWS)
-    programs = PROGRAMS["device" if example.is_cuda else "host"]
-    _fetch_rows[(rows * heads, min(pieces, max(1, programs // (rows * heads))) if programs else pieces)](
+    limits = [limit for limit in (PROGRAMS["device" if example.is_cuda else "host"], programs) if limit is not None]
+    most = max(1, min(limits) // (rows * heads)) if limits else pieces
+    _fetch_rows[(rows * heads, min(pieces, most))](
         table.addresses,
         union.rows,
         union.members,

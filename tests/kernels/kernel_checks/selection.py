@@ -127,6 +127,11 @@ def check_rows_and_attend(device: str, tokens: list[int], k: int, group: int, sh
         rows_kernel.union_rows(indices.to(device), blocks, totals, sink, local, shared, union)
         fetched = poisoned(2, *union.rows.shape, head_dim, dtype=dtype, device=device)
         rows_kernel.fetch_rows(table, union, fetched, 0, False)
+        for programs in (1, 5 * heads * len(tokens)):
+            paced = poisoned(*fetched.shape, dtype=dtype, device=device)
+            rows_kernel.fetch_rows(table, union, paced, 0, False, programs)
+            equal(paced.nan_to_num(), fetched.nan_to_num(), f"rows by {programs} programs")
+            equal(paced.isnan(), fetched.isnan(), f"places written by {programs} programs")
         check_second_part(table, union, fetched)
         size = attend.workspace_size(len(tokens), heads, group, head_dim, union.rows.shape[-1], tail)
         workspace = poisoned(size, dtype=torch.float32, device=device)
