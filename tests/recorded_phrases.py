@@ -185,7 +185,7 @@ def phrases_of_many() -> dict[str, str]:
         "CONTEXT": f"At 512k, before rows were paced, three lanes, the last of one head, took {default['gpu_ms']:.1f} ms (wall "
         f"{default['wall_ms']:.1f}), with `both` {same['gpu_ms']:.1f} (wall {same['wall_ms']:.1f}) and in an earlier start "
         f"{last['gpu_ms']:.1f}; four even ones with `both` {even['gpu_ms']:.1f} (wall {even['wall_ms']:.1f}).",
-        "BATCH": f"At 128k, before rows were paced, one session took {near[0]['gpu_ms']:.1f} ms, two {near[1]['gpu_ms'] / 2:.1f} each and "
+        "BATCH": f"At 128k, in the earlier run, one session took {near[0]['gpu_ms']:.1f} ms, two {near[1]['gpu_ms'] / 2:.1f} each and "
         f"four {near[2]['gpu_ms'] / 4:.1f}; with four lanes, which `auto` takes for four sessions now, {four['gpu_ms'] / 4:.1f} (Fathom "
         f"alone). At 1M two take {far[1]['gpu_ms'] / 2:.1f} ms each and four {far[2]['gpu_ms'] / 4:.1f} against {far[0]['gpu_ms']:.1f} "
         f"alone; before, with `both`, two took {old[0]['gpu_ms'] / 2:.1f} and four {old[1]['gpu_ms'] / 4:.1f}.",

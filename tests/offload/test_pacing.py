@@ -17,6 +17,7 @@ from fathom_eval.offload.pacing import fetch_programs
 from tests.offload.made_steps import steps_by
 
 HEADS, GROUP, K = 8, 4, 512 - 36
+ALL = 132  # of the kernel, which needs Triton: tests/test_runtime_document.py reads it there
 SWEEP = Path(__file__).parents[2] / "reports/published/step-h200-paced/pacing.jsonl"
 
 
@@ -48,6 +49,12 @@ def test_deeper_scans_take_no_fewer_and_shallower_ones_more() -> None:
 def test_a_lane_much_larger_than_the_next_takes_more() -> None:
     assert programs(2**20, lanes=(2, 1)) == [40, None]
     assert programs(2**20, lanes=(4, None), batch=4) == [17, 17, 17, None]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_at_128k_tokens_nothing_is_held_back(batch: int, lanes: int) -> None:
+    assert all(most is None or most >= ALL for most in programs(2**17, lanes=(lanes, None), batch=batch))
 
 
 def test_rows_that_share_no_link_with_a_scan_take_all() -> None:
