@@ -74,7 +74,7 @@ def step_times(loaded: LoadedModel, prefix: Prefix, branches: list[Branch], step
     """Milliseconds of every step, from one wait for the device to the next, without the first steps."""
     moments = []
 
-    def note(_: int) -> None:
+    def note(_: object) -> None:
         synchronise(device)
         moments.append(time.perf_counter())
 

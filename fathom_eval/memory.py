@@ -105,7 +105,7 @@ def check_memory(estimate: MemoryEstimate, devices: Mapping[str, float], what: s
             )
 
 
-def check_pinned(pinned: int, what: str, instead: str = "shorter sessions (--session-tokens)") -> None:
+def check_pinned(pinned: int, what: str, instead: str = "shorter sessions (--session-tokens), --runtime hbm") -> None:
     """Raise UserError where more host memory is to be pinned than is free; where that is unknown, nothing is checked.
 
     Args:
@@ -114,8 +114,7 @@ def check_pinned(pinned: int, what: str, instead: str = "shorter sessions (--ses
     free = host_bytes() if pinned else None
     if free is not None and pinned > free:
         raise UserError(
-            f"{what} needs about {gib(pinned)} of pinned host memory, and {gib(free)} are free: give {instead}, --runtime hbm, or leave "
-            "--runtime out"
+            f"{what} needs about {gib(pinned)} of pinned host memory, and {gib(free)} are free: give {instead}, or leave --runtime out"
         )
 
 

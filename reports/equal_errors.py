@@ -97,7 +97,7 @@ def _table(file: str, rows: Sequence[EqualError], name: str, steps: str, device:
     legend = (
         "ms: time of a step, on a GPU its GPU time; speed: the reference's time over it, in brackets by wall time; below in: windows in "
         f"which the error is below the reference's; none: no timed budget reaches the error; {APART} did not take turns with the "
-        f"reference, or that is not recorded; other methods at these errors are in {file}"
+        f"reference, or that is not recorded; {file} beside the run's records has other methods at these errors too"
     )
     origin = " · ".join(part for part in (origin, device) if part)
     return Table(name, f"Time at equal error, {place}: {file}", origin, _COLUMNS, tuple(lines), legend)

@@ -23,11 +23,11 @@ from tests.recorded_names import (
     LANDMARK,
     LOKI_4,
     LONG,
-    PACED,
     SPARQ,
     SPARQ_4,
     THUMBNAIL,
 )
+from tests.recorded_pacing import phrases_of_pacing, unpaced
 from tests.recorded_steps import (
     again,
     batched,
@@ -51,7 +51,6 @@ from tests.recorded_steps import (
     records,
     setting,
     span,
-    swept_time,
     times_fathom,
     unhidden,
 )
@@ -92,6 +91,7 @@ def phrases() -> dict[str, str]:
     copied = kernel("gather of fathom 48's runs")["of_ceiling"]
     slow_fetch, fast_fetch = rate("small", 8, 0, "runs", "after a scan"), rate("small", 8, 132, "ascending", "after a scan")
     rounds = [own, *(step for step in other_rounds() if step["label"] == FATHOM)]
+    swift = unpaced(LANDMARK)
     return {
         "LINK": f"The link copied {min(link_rates):.1f} to {max(link_rates):.1f} GB/s, the GPU's memory "
         f"{min(memory_rates) / 1e3:.2f} to {max(memory_rates) / 1e3:.2f} TB/s.",
@@ -115,6 +115,9 @@ def phrases() -> dict[str, str]:
         "scan over the link, and most of that is hidden behind it. What neither scan nor GEMM covers is "
         f"{unhidden(landmark):.1f} ms of landmark's step and {unhidden(own):.1f} of Fathom's; were it the same, landmark would be at "
         f"{(landmark['gpu_ms'] - spared) / own['gpu_ms']:.2f} times Fathom instead.",
+        "LANDMARKUNPACED": f"unpaced, as it is now, in another start, landmark's step took {swift['gpu_ms']:.2f} ms (wall "
+        f"{swift['wall_ms']:.2f}), "
+        f"of which neither covers {unhidden(swift):.1f}; with that it would be at {swift['gpu_ms'] / own['gpu_ms']:.2f} times Fathom.",
         "SWEEP": f"planes {planes:.4f} ms and nibbles {nibble:.4f}, {nibble / planes:.2f} times; over a sweep of tilings the best are "
         f"{swept[0]:.4f} and {swept[1]:.4f}, {swept[1] / swept[0]:.2f} times.",
         "HBMSTEP": f"{hbm[FATHOM]['gpu_ms']:.2f} ms against {hbm[DOUBLE]['gpu_ms']:.2f} of double_sparsity at 128k, "
@@ -208,50 +211,6 @@ def phrases_of_many() -> dict[str, str]:
         "GPU are "
         f"faster ({four['gpu_ms']:.2f}).",
     }
-
-
-def phrases_of_pacing() -> dict[str, str]:
-    """What was tried before the rows of a lane were fetched as slowly as the scan beside them allows."""
-    plain, few = ({label: swept_time(label, **wanted) for label in (FATHOM, SPARQ)} for wanted in ({}, {"fetch_programs": 16}))
-    repeated = [
-        step["gpu_ms"]
-        for step in lines_of("pacing.jsonl", PACED)
-        if (step["start"], step["setting"], step["context"], step["label"]) == (2, {}, LONG, FATHOM)
-    ]
-    wide = swept_time(FATHOM, scan_programs=264, fetch_programs=16)
-    small, large = step_of_first(scan_words=64), step_of_first(scan_words=256, scan_stages=4)
-    deep = [step_of_first(scan_stages=stages) for stages in (3, 6, 8, 12)]
-    unpaced, base = (
-        {step["label"]: step["gpu_ms"] for step in lines_of("pacing.jsonl", PACED) if step["setting"].get("paced") == 0},
-        step_of_first(),
-    )
-    tail = swept_time(FATHOM, tail_beside_plan=1) - plain[FATHOM]
-    now = {step["label"]: step["gpu_ms"] for step in paced_equal()}
-    shallow = [
-        now[f"fathom budget={budget} basis=klt attend=union"] - unpaced[f"fathom budget={budget} basis=klt attend=union"]
-        for budget in (16, 24, 32)
-    ]
-    return {
-        "PACING": f"At 1M tokens 16 programs in place of 132 take Fathom's step from {plain[FATHOM]:.2f} to {few[FATHOM]:.2f} ms "
-        "and SparQ's "
-        f"from {plain[SPARQ]:.2f} to {few[SPARQ]:.2f}.",
-        "PACINGNOISE": f"The first line of 1M was timed twice for Fathom, {repeated[0]:.2f} and {repeated[1]:.2f} ms.",
-        "SHALLOW": f"Unpaced in one start and paced in another, steps of budgets 32 and 24 took {-shallow[2]:.1f} and "
-        f"{-shallow[1]:.1f} ms less "
-        "with it, "
-        f"that of budget 16 {shallow[0]:.1f} more:",
-        "WIDER": f"264 programs of a scan ({base:.2f} to {step_of_first(scan_programs=264):.2f} ms) help alone, but not where the "
-        "rows are paced "
-        f"({wide:.2f});",
-        "TILES": f"tiles of half the words ({small:.2f}) or twice as many ({large:.2f}), and three, six, eight or twelve stages "
-        f"({span(deep)}) are no better than those of the kernel.",
-        "TAIL": f"Scoring the tail beside the plan, on the other stream, made the step {tail:.1f} ms longer.",
-    }
-
-
-def step_of_first(**setting: int) -> float:
-    """Fathom's time in the first of the sweeps, the first of two where one was timed again; all of it scores the tail beside the plan."""
-    return swept_time(FATHOM, start=1, tail_beside_plan=1, **setting)
 
 
 def phrases_of_equal_errors() -> dict[str, str]:

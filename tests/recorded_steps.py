@@ -323,33 +323,6 @@ def side_by_side() -> list[str]:
     return found
 
 
-def swept(**wanted: Any) -> list[Record]:
-    """Steps of the sweeps that pacing was chosen by, of one setting."""
-    start = wanted.pop("start", 2)
-    context = wanted.pop("context", LONG)
-    lanes = wanted.pop("lanes", 2 if context < 2**19 else 3)
-    found = lines_of("pacing.jsonl", PACED)
-    return [step for step in found if (step["start"], step["context"], step["lanes"], step["setting"]) == (start, context, lanes, wanted)]
-
-
-def swept_time(label: str, **wanted: Any) -> float:
-    """The first of the steps where one was timed again."""
-    return float(next(step["gpu_ms"] for step in swept(**wanted) if step["label"] == label))
-
-
-def pacing() -> list[str]:
-    """Fathom 48 and SparQ by the programs that fetch rows behind a scan."""
-    found = []
-    for context in (2**17, 2**18, 2**19, LONG):
-        for programs in (132, 64, 32, 24, 16, 12, 8):
-            wanted = {"context": context} | ({} if programs == 132 else {"fetch_programs": programs})
-            if steps := swept(**wanted):
-                own, other = (swept_time(label, **wanted) for label in (FATHOM, SPARQ))
-                place = in_words(steps[0]["lanes"], steps[0]["last_lane"])
-                found.append(row((f"{context:,}", place, programs, f"{own:.2f}", f"{other:.2f}", f"{other / own:.3f}")))
-    return found
-
-
 def in_hbm() -> list[str]:
     return [
         row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from tests.recorded_names import (
     SPARQ_4,
     THUMBNAIL,
 )
+from tests.recorded_pacing import pacing, swept, unpaced
 from tests.recorded_phrases import all_phrases
 from tests.recorded_steps import (
     ALONE,
@@ -63,7 +65,6 @@ from tests.recorded_steps import (
     other_rounds,
     paced,
     paced_equal,
-    pacing,
     parts,
     rate,
     ratios,
@@ -85,7 +86,7 @@ _SETTINGS = (
     r"Qwen3-8B|8B model|H200|PCIe 5 ×16|32 cores|Fathom 48|Qwen2\.5-Coder-0\.5B|\b136[ -]bits?|48-bit read|nibble scan of 32 channels"
     r"|k = 512|batch 1|\b(?:32|64|128|256|512)k\b|1M"
     r"|\b512 B\b|2 MiB|Qwen[23]\b|90,112 tokens|32,768 tokens|`[^`]*`|\]\([^)]*\)|torch 2\.11|Blocks of 64 tokens|(?:^| )\d\. (?=\*\*)"
-    r"|132 programs|Python 3\.12|driver 580\.159\.04|251 GiB free|16 cores|128 GiB|SmolLM2"
+    r"|132 programs|Python 3\.12|driver 580\.159\.04|251 GiB free|16 cores|128 GiB|SmolLM2|budgets below 24"
 )
 
 TABLES = {
@@ -144,6 +145,10 @@ def test_what_the_document_concludes_of_the_main_table() -> None:
     for label, least in ((SPARQ, 1.15), (DOUBLE, 2.0), (LANDMARK, 3.4), (THUMBNAIL, 3.9)):
         assert times_fathom(main[label], own) >= least, label
     assert main[SPARQ]["floor_ms"] / own["floor_ms"] < 1.18
+    assert unpaced(LANDMARK)["gpu_ms"] >= 3.4 * own["gpu_ms"], "the target is not reached by the pace alone"
+    before = {step["label"]: step["gpu_ms"] for step in swept(start=3, paced=0)}
+    longer = [step["label"] for step in (*main.values(), *paced_equal()) if step["gpu_ms"] > before.get(step["label"], math.inf)]
+    assert longer == [LANDMARK, "fathom budget=16 basis=klt attend=union"]
     assert own["floor_ratio"] <= 1.25
     assert all(of_link(main[label]) >= of_link(own) for label in ALONE)
     behind = [label for label, name in ALONE.items() if kernel(name)["of_ceiling"] < kernel("fathom 48")["of_ceiling"]]
@@ -241,6 +246,8 @@ def test_what_the_document_concludes_of_equal_errors() -> None:
     assert all(line["same_round"] == "True" for line in lines.values())
     assert all((wall_ratio(line) > 3) == (float(line["ratio"]) >= 3) for line in lines.values())
     assert all(len(label.split()) == 3 for (_, label), members in equal_lines().items() if "klt" not in members)
+    both = [members for (_, label), members in equal_lines(EQUAL).items() if len(label.split()) == 4]
+    assert (len(both), any("klt" in members for members in both)) == (6, False)
     assert len({step["round"] for step in paced_equal()}) == 1
     for label in (DOUBLE_4, SPARQ_4, LOKI_4):
         assert plain_ratio("90k", label) == plain_ratio("32k", label)

@@ -14,6 +14,7 @@ from fathom_eval.commands.spreading import (
     add_worker_arguments,
     check_runtime_argument,
     check_workers,
+    copies_here,
     model_request,
     release_weights,
     spread_units,
@@ -154,7 +155,7 @@ def _check_pinned(console: Console, facts: ModelFacts, units: list[Unit], args: 
 
     if not units or args.ray not in (None, "local"):
         return
-    longest, copies = max(unit.context for unit in units), args.workers or 1
+    longest, copies = max(unit.context for unit in units), copies_here(args, facts)
     at_longest = [unit for unit in units if unit.context == longest]
     branches = list(dict.fromkeys(branch for unit in at_longest for branch in unit.branches))
     most = max(find_task(unit.task).max_new_tokens for unit in at_longest)
@@ -162,7 +163,8 @@ def _check_pinned(console: Console, facts: ModelFacts, units: list[Unit], args: 
     if pinned:
         what = f"a prompt of {longest:,} tokens" + (f" in each of {copies} workers" if copies > 1 else "")
         console.say(f"pinned host memory: about {gib(pinned)} for {what}")
-        check_pinned(pinned, what, "a shorter --context")
+        instead = ["a shorter --context", *["fewer --workers"] * (copies > 1), *["--runtime hbm"] * (args.runtime == "host")]
+        check_pinned(pinned, what, ", ".join(instead))
 
 
 def _measure(

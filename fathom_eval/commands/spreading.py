@@ -48,6 +48,15 @@ def wants_workers(args: argparse.Namespace) -> bool:
     return args.ray is not None or (args.workers or 1) > 1
 
 
+def copies_here(args: argparse.Namespace, facts: ModelFacts) -> int:
+    """Copies of the model that work on this machine: as many as are asked for, of a local Ray cluster one a GPU where nothing is."""
+    import torch
+
+    if args.workers is None and args.ray == "local" and facts.device.startswith("cuda"):
+        return max(1, torch.cuda.device_count() // len(facts.devices))
+    return args.workers or 1
+
+
 def model_request(args: argparse.Namespace) -> ModelRequest:
     """The model that the arguments ask for."""
     from fathom_eval.workers import ModelRequest

@@ -57,6 +57,7 @@ class Scan(ABC):
         span: Tokens that one score stands for.
         adaptive: Whether what is read depends on the query; if not, it could be fetched ahead of it.
         code_bits: Bits a key that it reads, without scales; of several layers the fewest.
+        hides_rows: Whether there is time beside it for rows that are fetched slowly; see :mod:`fathom_eval.offload.pacing`.
     """
 
     store: ClassVar[str]
@@ -64,6 +65,7 @@ class Scan(ABC):
     span: int = 1
     adaptive: bool = False
     code_bits: float
+    hides_rows: bool = True
 
     @abstractmethod
     def allocate(self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device) -> None:
@@ -207,6 +209,7 @@ class Landmarks(Scan):
     """fp16 means of a few tokens; a token scores as its landmark does."""
 
     store: ClassVar[str] = "landmarks"
+    hides_rows = False  # top-k takes so long beside it that what follows would come late
 
     def __init__(self, size: int) -> None:
         self.span = size

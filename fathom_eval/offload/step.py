@@ -242,14 +242,14 @@ class DecodeStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
-        accesses = 1 + policy.rerank if policy.rerank > 1 else 1  # keys of candidates, then values of winners
+        accesses = 1 + policy.rerank if policy.rerank > 1 else 1  # keys of candidates, then values of winners, as dear as rows
         box = None
         if self._gatherer is not None and self.gathered(lane):
             box = self._gatherer.box(rows * heads * slots, 2, head_dim, cache.tail.dtype)
         return LaneWork(
             lane=lane,
             box=box,
-            programs=fetch_programs(cache, lane, self.scan.code_bits, group * self._count * accesses),
+            programs=fetch_programs(cache, lane, self.scan, group * self._count * accesses),
             scores=zeros(rows, heads, group, capacity * BLOCK // self.scan.span, kind=dtype),
             maxima=zeros(rows, heads, group, capacity, kind=dtype),
             scratch=zeros(rows, heads, group, scratch_size(self._candidates, tail), kind=torch.int32),

@@ -14,6 +14,7 @@ from fathom_eval.kernels.pack import BLOCK
 from fathom_eval.offload import step as module
 from fathom_eval.offload.cache import default_lanes, lanes_of
 from fathom_eval.offload.pacing import fetch_programs
+from fathom_eval.offload.scans import Landmarks, WaterFilling
 from tests.offload.made_steps import steps_by
 
 HEADS, GROUP, K = 8, 4, 512 - 36
@@ -22,14 +23,15 @@ SWEEP = Path(__file__).parents[2] / "reports/published/step-h200-paced/pacing.js
 
 
 def programs(
-    tokens: int, bits: float = 48, *, lanes: Any = None, index: str = "host", rows: float = GROUP * K, batch: int = 1
+    tokens: int, bits: float = 48, *, lanes: Any = None, index: str = "host", rows: float = GROUP * K, batch: int = 1, hides: bool = True
 ) -> list[Any]:
     """Of every lane of a step of the Qwen3-8B shape."""
     parts = lanes_of(batch, HEADS, *(lanes or default_lanes(batch, HEADS, tokens, index)))
     arena = SimpleNamespace(index=index, shape=SimpleNamespace(head_dim=128))
     tail = torch.empty(0, dtype=torch.bfloat16)
     cache: Any = SimpleNamespace(lanes=parts, arena=arena, capacity_blocks=tokens // BLOCK, tail=tail)
-    return [fetch_programs(cache, lane, bits, rows) for lane in parts]
+    scan: Any = SimpleNamespace(code_bits=bits, hides_rows=hides)
+    return [fetch_programs(cache, lane, scan, rows) for lane in parts]
 
 
 def test_as_few_as_were_fastest() -> None:
@@ -44,6 +46,12 @@ def test_deeper_scans_take_no_fewer_and_shallower_ones_more() -> None:
     assert programs(2**20, 64) == programs(2**20, 512) == programs(2**20)
     assert programs(2**20, 24) == [34, 34, None]
     assert programs(2**20, rows=GROUP * K * 3) == [51, 51, None]
+
+
+def test_a_scan_that_hides_no_slow_fetch_has_all() -> None:
+    """Landmarks, whose top-k is slow beside their scan, and budgets below 24: both were timed to be slower at its pace."""
+    assert programs(2**20, 23) == programs(2**20, 256, hides=False) == [None, None, None]
+    assert (Landmarks(8).hides_rows, WaterFilling([], [48]).hides_rows) == (False, True)
 
 
 def test_a_lane_much_larger_than_the_next_takes_more() -> None:
@@ -81,9 +89,7 @@ def test_a_step_fetches_so(text: str, fetches: int, monkeypatch: pytest.MonkeyPa
         step.run()
         first, last = (work.programs for work in step._work)
         assert (first is not None, last) == (True, None)
-        assert first == fetch_programs(
-            step.cache, step.cache.lanes[0], step.scan.code_bits, step.weights.group * step._count * (1, 3)[fetches - 1]
-        )
+        assert first == fetch_programs(step.cache, step.cache.lanes[0], step.scan, step.weights.group * step._count * (1, 3)[fetches - 1])
         assert asked == [programs for _ in range(step.layers) for programs in (first, last) for _ in range(fetches)]
 
 

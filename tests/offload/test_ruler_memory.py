@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fathom_eval.branches import Branch
 from fathom_eval.cli import main
+from fathom_eval.commands.spreading import copies_here
 from fathom_eval.memory import MemoryEstimate
 from fathom_eval.models import ModelFacts
 from fathom_eval.offload import branches as runtime_branches
@@ -95,7 +99,9 @@ def test_every_worker_pins_its_own(
     with pytest.raises(PrefillBeganError):
         main(command("--runtime=hbm", "--workers=2"))
     assert main(command("--runtime=hbm", "--workers=3")) == 2
-    assert "error: a prompt of 1,800 tokens in each of 3 workers needs about" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "error: a prompt of 1,800 tokens in each of 3 workers needs about" in error
+    assert "are free: give a shorter --context, fewer --workers, or leave --runtime out\n" in error, "the index is in HBM already"
 
 
 def test_nothing_is_pinned_without_a_gpu(
@@ -104,3 +110,23 @@ def test_nothing_is_pinned_without_a_gpu(
     monkeypatch.setattr("fathom_eval.memory.host_bytes", lambda: 0)
     assert main(command("--runtime=host", "--context=300", "--tasks=niah_single", "--methods=sparq")) == 0
     assert "pinned host memory" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("workers", "ray", "device", "devices", "copies"),
+    [
+        (None, None, "cuda:0", 1, 1),
+        (3, None, "cuda:0", 1, 3),
+        (None, "local", "cuda:0", 1, 4),
+        (None, "local", "cuda:0", 2, 2),
+        (2, "local", "cuda:0", 1, 2),
+        (None, "local", "cpu", 1, 1),
+    ],
+)
+def test_copies_of_the_model_on_this_machine(
+    workers: int | None, ray: str | None, device: str, devices: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local Ray cluster has an actor a GPU, or for as many as a copy takes, where no number is asked for."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    facts: Any = SimpleNamespace(device=device, devices=dict.fromkeys(range(devices)))
+    assert copies_here(argparse.Namespace(workers=workers, ray=ray), facts) == copies
