@@ -70,7 +70,7 @@ def test_a_table_shows_fathom_beside_each_reference(tmp_path: Path) -> None:
         "3.08 (3.05)",
         "2.31 (3.05) †",
         "errors: run fidelity-90k, small model, head_dim 64, agent sessions, 8 windows · times: run steps, qwen3-8b-shape",
-        "other methods at these errors are in equal-error-fidelity-90k.csv",
+        "equal-error-fidelity-90k.csv beside the run's records has other methods at these errors too",
     ):
         assert words in page.words
     shown = files.markdown.read_text(encoding="utf-8")
