@@ -123,15 +123,19 @@ def run_identity(facts: ModelFacts, data: SessionData, max_new_tokens: int, runt
     }
 
 
-def missing_units(run: Run, data: SessionData, branches: Sequence[StepBranch]) -> list[Unit]:
-    """What a run still lacks, session by session."""
-    done = run.keys()
+def missing_units(run: Run, data: SessionData, branches: Sequence[StepBranch], *, retry_failed: bool = False) -> list[Unit]:
+    """What a run still lacks, session by session; if asked also what failed, and what was compared with a step that did."""
+    done = {record_key(record) for record in run.iter_records() if _is_settled(record)} if retry_failed else run.keys()
     units = []
     for index in range(len(data.sessions)):
         missing = tuple(branch for branch in branches if record_key(_identity(data.high, index, branch)) not in done)
         if missing:
             units.append(Unit(index, missing))
     return units
+
+
+def _is_settled(record: Mapping[str, Any]) -> bool:
+    return record["finish"] != "error" and record["score"] is not None and record["agreement_dense"] is not None
 
 
 def stored_references(records: Iterable[Mapping[str, Any]], loaded: LoadedModel, data: SessionData) -> dict[tuple[int, int | None], Step]:

@@ -15,7 +15,7 @@ from fathom_eval.branch_context import StepContext, sealed_tokens
 from fathom_eval.branch_graphs import Read, Recorder, ScanGraphs, steady
 from fathom_eval.branch_groups import ExtendedGroup, MethodGroup, ScanGroup, Scanned, joint_plans, scan_groups
 from fathom_eval.devices import current
-from fathom_eval.errors import METHOD_ERRORS
+from fathom_eval.errors import METHOD_ERRORS, raised_at
 from fathom_eval.gguf_models import one_line
 from fathom_eval.memory_errors import is_out_of_memory
 from fathom_eval.methods.step import Step
@@ -222,7 +222,7 @@ class BranchScans:
         if is_out_of_memory(error) or (self._graphs is not None and self._graphs.recording):
             raise error
         for row in rows:
-            self.failures.setdefault(row, f"{where}: {type(error).__name__}: {one_line(error)}")
+            self.failures.setdefault(row, f"{where}: {type(error).__name__}: {one_line(error)}{raised_at(error)}")
 
 
 def _filled(*stores: Store | None) -> tuple[Store, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,8 +18,10 @@ import torch
 from torch import Tensor
 
 from fathom_eval.calibration import Basis, FixedKeyStatistics, FixedQueryStatistics, LayerStatistics
+from fathom_eval.calibration_names import SESSION as SESSION
+from fathom_eval.calibration_names import SUFFIX, calibration_path, stored_names
 from fathom_eval.errors import UserError, did_you_mean
-from fathom_eval.gguf_models import cache_root, one_line
+from fathom_eval.gguf_models import one_line
 from fathom_eval.run import canonical_json
 from fathom_eval.run_files import check_free_space, raise_file_error, write_atomically
 
@@ -29,13 +30,9 @@ if TYPE_CHECKING:
     from fathom_eval.models import ModelFacts
     from fathom_eval.prefill import PrefixLayer
 
-SESSION = "session"
-"""Stands for the statistics of a prefix's own keys and queries."""
 SCHEMA = 1
-SUFFIX = ".safetensors"
 # All metadata are one entry: safetensors keeps no order of several, and the same calibration must give the same file.
 _METADATA = "fathom_eval_calibration"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HASH_DIGITS = 12
 _CONTEXT_FACTOR = 2
 _STATISTICS = ("key_mean", "key_mean_magnitude", "key_variance", "basis_variance", "query_mean_magnitude")
@@ -158,24 +155,6 @@ class Calibration:
                 f"{label}: {self.name} was made for {made.model} ({rope or 'no rotary embedding'}; fingerprint {made.model_fingerprint}), "
                 f"which is not {facts.name} as it is loaded now ({facts.model_fingerprint})"
             )
-
-
-def calibrations_folder() -> Path:
-    """Where calibrations are kept by name."""
-    return cache_root() / "calibrations"
-
-
-def calibration_path(name: str) -> Path:
-    """The file of a name. Raises :class:`UserError` for a name that the syntax of methods could not hold."""
-    if name == SESSION or not _NAME.fullmatch(name):
-        raise UserError(f"'{name}' cannot name a calibration: take letters, digits, '.', '_' and '-', and not '{SESSION}'")
-    return calibrations_folder() / f"{name}{SUFFIX}"
-
-
-def stored_names() -> list[str]:
-    """Names of the calibrations in the cache."""
-    folder = calibrations_folder()
-    return sorted(path.stem for path in folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
 
 
 def save_calibration(path: Path, tensors: Mapping[str, Tensor], provenance: Provenance, *, text: str = "") -> Calibration:

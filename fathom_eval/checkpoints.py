@@ -124,6 +124,8 @@ def check_spec(spec: str) -> None:
 
 def _refuse_misspelt(spec: str, path: Path) -> None:
     """Raise UserError where ``spec`` can be no hub id, or is a bundled name with a typing error."""
+    if "shap" in spec.lower() and "/" not in spec:
+        _refuse_shape(spec)
     near = difflib.get_close_matches(spec.lower(), BUNDLED, n=1, cutoff=0.6)
     if near and "/" not in spec:
         raise UserError(f"unknown model '{spec}'; {did_you_mean(spec.lower(), BUNDLED)}")
@@ -134,15 +136,25 @@ def _refuse_misspelt(spec: str, path: Path) -> None:
         raise UserError(f"there is no model folder or file '{spec}'{hint}")
 
 
+def _refuse_shape(spec: str) -> None:
+    """Raise UserError where ``spec`` is a shape of random weights, or almost one."""
+    from fathom_eval.offload.weights import SHAPES  # torch comes with it: only for a word that looks like one
+
+    near = difflib.get_close_matches(spec.lower(), SHAPES, n=1, cutoff=0.8)
+    if near:
+        what = f"'{spec}' is no model" if spec in SHAPES else f"unknown model '{spec}'; did you mean '{near[0]}'? It is no model either"
+        raise UserError(f"{what} but a shape for random weights, which only 'fathom-eval bench step' takes")
+
+
 def _hub_snapshot(spec: str, offline: bool, revision: str | None, trust_remote_code: bool) -> Path:
     """Local folder of a hub model, downloaded where needed. Without a network the cached copy serves."""
     from huggingface_hub import errors, is_offline_mode, snapshot_download
 
     patterns = [*_HUB_FILES, *(_HUB_CODE if trust_remote_code else ())]
     tried = f"'{spec}' is no bundled model ({', '.join(BUNDLED)}), no local folder or file"
-    network = "the network is not used (offline)"
+    network = "the model hub is not asked (offline)"
     if not (offline or is_offline_mode() or hub_answers()):
-        offline, network = True, f"the hub did not answer within {PATIENCE_SECONDS:g} s"
+        offline, network = True, f"the model hub did not answer within {PATIENCE_SECONDS:g} s"
     try:
         return Path(
             snapshot_download(spec, revision=revision, allow_patterns=patterns, ignore_patterns=list(_HUB_NOT), local_files_only=offline)
@@ -154,10 +166,10 @@ def _hub_snapshot(spec: str, offline: bool, revision: str | None, trust_remote_c
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise UserError(f"{tried}, and the hub has no model of that name (or it is private)") from None
     except errors.LocalEntryNotFoundError:
-        wanted = "no hub model" if revision is None else f"no revision '{revision}' of it"
+        wanted = "no such model" if revision is None else f"no revision '{revision}' of it"
         if not (offline or is_offline_mode()):
-            network = "the hub cannot be reached"
-        raise UserError(f"{tried}, and there is {wanted} in the local hub cache; {network}") from None
+            network = "the model hub cannot be reached"
+        raise UserError(f"{tried}; {network}, and what was fetched from it before holds {wanted}") from None
     # What is left: network trouble in the middle of a download, a full or read-only disk.
     except Exception as error:
         raise UserError(f"fetching the hub model '{spec}' failed: {one_line(error)}") from None

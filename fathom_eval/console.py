@@ -140,9 +140,9 @@ class Console:
             self._write(self._out(), line)
 
     def warn(self, line: str) -> None:
-        """A warning, on standard error; not under ``quiet``."""
+        """A warning, one line on standard error; not under ``quiet``."""
         if not self.quiet:
-            self._write(sys.stderr, f"warning: {line}")
+            self._write(sys.stderr, f"warning: {printable(line)}")
 
     def result(self, path: object, label: str = "") -> None:
         """The path of something written. Under ``quiet`` the path alone."""

@@ -67,9 +67,9 @@ def check_positions(positions: int, contexts: Sequence[int], facts: ModelFacts |
             raise UserError(f"context {context} exceeds the {facts.max_positions} positions of {facts.name}; --rope-scaling lengthens them")
 
 
-def missing_units(run: Run, contexts: Sequence[int], windows: int, branches: Sequence[Branch]) -> list[Unit]:
-    """What a run still lacks, shorter contexts first."""
-    done = run.keys()
+def missing_units(run: Run, contexts: Sequence[int], windows: int, branches: Sequence[Branch], *, retry_failed: bool = False) -> list[Unit]:
+    """What a run still lacks, and what failed if asked, shorter contexts first."""
+    done = run.keys() - run.failed_keys() if retry_failed else run.keys()
     units = []
     for context in contexts:
         for index in range(windows):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fathom_eval.branches import Branch
 from fathom_eval.calibration import QueryStatistics
-from fathom_eval.errors import METHOD_ERRORS
+from fathom_eval.errors import METHOD_ERRORS, raised_at
 from fathom_eval.fidelity_chunk import Chunk, Outcome, Scan
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.pack import BLOCK
@@ -150,8 +150,9 @@ class LayerComparison:
                         step = replace(step, state=self._states.setdefault((spec, k), {}))
                         outcome = chunk.extended_outcome(method, spec.policy, scan, sealed, step)
                 except METHOD_ERRORS as error:  # whatever a plug-in raises, or needs of memory, the others go on
-                    problem = "out of memory" if is_out_of_memory(error) else type(error).__name__
-                    self.failures[spec] = f"layer {self._number}: {problem}: {one_line(error)}"
+                    lack = is_out_of_memory(error)
+                    problem, where = ("out of memory", "") if lack else (type(error).__name__, raised_at(error))
+                    self.failures[spec] = f"layer {self._number}: {problem}: {one_line(error)}{where}"
                     continue
                 yield Branch(spec, k), outcome
 

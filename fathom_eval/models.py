@@ -124,8 +124,7 @@ def load_model(
     """
     compat.require_transformers()
     places = resolve_devices(device)
-    if dtype not in DTYPES:
-        raise UserError(f"unknown dtype '{dtype}'; {did_you_mean(dtype, DTYPES)}")
+    check_dtype(dtype)
     factor = None if rope_scaling is None else parse_rope_scaling(rope_scaling)
     with (
         open_checkpoint(spec, say=say, offline=offline, revision=revision, trust_remote_code=trust_remote_code) as checkpoint,
@@ -177,6 +176,12 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         ids = getattr(source, "eos_token_id", None)
         found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
     return tuple(sorted(found))
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise UserError unless it is one of :data:`DTYPES`."""
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype '{dtype}'; {did_you_mean(dtype, DTYPES)}")
 
 
 def parse_rope_scaling(text: str) -> float:

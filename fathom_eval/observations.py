@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from fathom_eval.errors import METHOD_ERRORS
+from fathom_eval.errors import METHOD_ERRORS, raised_at
 from fathom_eval.memory_errors import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ class LayerObservers:
         except METHOD_ERRORS as error:
             if is_out_of_memory(error):
                 raise
-            self._failures.setdefault(observation, f"{type(observation).__name__} failed: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}{raised_at(error)}"
+            self._failures.setdefault(observation, f"{type(observation).__name__} failed: {reason}")
 
 
 def needed_observations(methods: Iterable[Method], facts: ModelFacts) -> tuple[Observation, ...]:

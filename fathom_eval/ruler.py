@@ -62,9 +62,11 @@ def all_branches(specs: Sequence[MethodSpec], k_values: Sequence[int], facts: Mo
     return tuple(branches)
 
 
-def missing_units(run: Run, tasks: Sequence[str], contexts: Sequence[int], limit: int, branches: Sequence[Branch]) -> list[Unit]:
-    """What a run still lacks, in the order of work: all tasks advance together, shorter contexts first."""
-    done = run.keys()
+def missing_units(
+    run: Run, tasks: Sequence[str], contexts: Sequence[int], limit: int, branches: Sequence[Branch], *, retry_failed: bool = False
+) -> list[Unit]:
+    """What a run still lacks, and what failed if asked, in the order of work: all tasks advance together, shorter contexts first."""
+    done = run.keys() - run.failed_keys() if retry_failed else run.keys()
     units = []
     for context in contexts:
         for index in range(limit):

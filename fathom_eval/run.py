@@ -19,16 +19,19 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from fathom_eval.errors import UserError
+from fathom_eval.record_checks import Damages, RecordKey, begins_record, check_key, check_record
 from fathom_eval.run_files import (
     LOCK,
     TEMPORARY,
     acquire_lock,
+    check_can_be_made,
     file_errors,
     readable_size,
     sync_folder,
     write_all,
     write_atomically,
 )
+from fathom_eval.run_identity import refuse_other_identity, refuse_other_kind
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -40,9 +43,6 @@ _KEY_FIELDS = ("kind", "task", "context", "sample", "k", "method", "method_versi
 # Position of a record within the records that were written together; kept in the file only, so that a torn unit is seen.
 _UNIT = "unit"
 _MAX_LINE_BYTES = 16 << 20
-_MAX_PROBLEMS = 100
-
-RecordKey = tuple[Any, ...]
 
 
 def canonical_json(value: object) -> str:
@@ -85,7 +85,8 @@ class Run:
         path: the run directory.
         manifest: content of ``manifest.json``: ``schema``, ``kind``, ``identity``, ``identity_sha256``, the details of the first start
             (``versions``, ``device``, ``settings``, …) and ``invocations``, a list with time and details of every start.
-        problems: damage found in ``records.jsonl``, one line each. A damaged record counts as missing, so it is computed again.
+        problems: damage found in ``records.jsonl``, one line each. A damaged record counts as missing, so it is computed again; a damaged
+            line whose record is there again is no problem any more.
         torn: (task, sample) and number of the records at the end of ``records.jsonl`` whose unit is not written whole: they do not count.
     """
 
@@ -101,14 +102,24 @@ class Run:
         self._index()
 
     @classmethod
-    def check(cls, path: Path) -> None:
-        """Raise the UserError that :meth:`open` would raise for ``path`` whatever the identity: to be told before expensive work."""
+    def check(cls, path: Path, kind: str | None = None) -> dict[str, Any] | None:
+        """Raise the UserError that :meth:`open` would raise for ``path`` whatever the identity: to be told before expensive work.
+
+        Args:
+            kind: of the run that is to be there; None for any.
+
+        Returns:
+            The manifest of the run that is there, None where there is none yet.
+        """
+        check_can_be_made(path)
         _refuse_foreign(path)
-        if (path / MANIFEST).exists():
-            _read_manifest(path)
+        manifest = _read_manifest(path) if (path / MANIFEST).exists() else None
+        if manifest is not None and kind is not None:
+            refuse_other_kind(path, manifest, kind)
         if (path / LOCK).exists():
             with file_errors(path):
                 acquire_lock(path).close()
+        return manifest
 
     @classmethod
     def open(cls, path: Path, *, identity: Mapping[str, Any], details: Mapping[str, Any]) -> Run:
@@ -117,7 +128,8 @@ class Run:
         Args:
             path: the run directory; it and its parents are made where missing.
             identity: every fact that could change a number (model and tokenizer fingerprints, data hash, seed, protocol, dtype, …).
-            details: facts to record that do not make it another run: ``kind`` (default ``ruler``), ``versions``, ``device``, …
+            details: facts to record that do not make it another run: ``kind`` (default ``ruler``), ``versions``, ``device``, …;
+                ``arguments`` are recorded of each start alone, and no report shows them.
 
         Raises:
             UserError: the folder holds something else, another run's identity or a newer schema, is in use by another process, or cannot
@@ -127,17 +139,18 @@ class Run:
         identity = json.loads(canonical_json(dict(identity)))
         facts = dict(details)
         kind = facts.pop("kind", "ruler")
+        arguments = {"arguments": facts.pop("arguments")} if "arguments" in facts else {}
         _refuse_foreign(path)
         if (path / MANIFEST).exists():
-            _refuse_other_identity(path, _read_manifest(path), kind, identity)
+            refuse_other_identity(path, _read_manifest(path), kind, identity)
         with file_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = acquire_lock(path)
         try:
-            invocation = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+            invocation = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **facts, **arguments}
             if (path / MANIFEST).exists():
                 manifest = _read_manifest(path)
-                _refuse_other_identity(path, manifest, kind, identity)
+                refuse_other_identity(path, manifest, kind, identity)
                 manifest["invocations"] = [*manifest.get("invocations", []), invocation]
             else:
                 manifest = {
@@ -190,6 +203,10 @@ class Run:
         """The keys (:func:`record_key`) of all records present."""
         return set(self._offsets)
 
+    def failed_keys(self) -> set[RecordKey]:
+        """The keys of the records that say why their method gave no result."""
+        return {record_key(record) for record in self.iter_records() if record.get("finish") == "error"}
+
     def __len__(self) -> int:
         return len(self._offsets)
 
@@ -200,13 +217,15 @@ class Run:
 
         Raises:
             UserError: the disk is full or cannot be written. Everything appended before is intact.
-            ValueError: a record lacks a key field, or holds something that JSON cannot.
+            ValueError: a record lacks a key field, holds something that JSON cannot, or would count as damaged when it is read.
         """
         if self._lock is None:
             raise RuntimeError("this run was opened to be read, or is closed")
         if not records:
             return
         keys = [record_key(record) for record in records]
+        for record in records:
+            check_record(record)
         lines = [
             json.dumps({**record, _UNIT: [index, len(records)]}, ensure_ascii=True, allow_nan=False).encode() + b"\n"
             for index, record in enumerate(records, start=1)
@@ -256,45 +275,60 @@ class Run:
         if not file.exists():
             return
         pending: dict[RecordKey, int] = {}
+        damages = Damages()
+        torn_line = None
         with file_errors(self.path, "read"), file.open("rb") as handle:
             for number, offset, length, line in _lines(handle):
-                if line is None:
-                    self._report(f"{file}: line {number} is longer than {readable_size(_MAX_LINE_BYTES)} and is skipped")
-                elif not line.endswith(b"\n"):
+                if line is not None and not line.endswith(b"\n"):
                     self._note_torn(*_named_in(line))
+                    if not begins_record(line):
+                        torn_line = f"{file}: line {number} is damaged and is skipped (no record begins like this)"
                     break
+                try:
+                    if line is None:
+                        raise ValueError(f"longer than {readable_size(_MAX_LINE_BYTES)}")
+                    key, place, size = _parse(line)
+                except (ValueError, RecursionError) as error:
+                    # Of a damaged line nobody knows whether it ended its unit, so the records before it stand.
+                    problem = f"{file}: line {number} is damaged and is skipped ({str(error)[:120]})"
+                    damages.add(problem, line or b"", offset + length, _key_in(line or b""))
                 else:
-                    try:
-                        key, last_of_unit = _parse(line)
-                    except (ValueError, RecursionError) as error:
-                        # Of a damaged line nobody knows whether it ended its unit, so the records before it stand.
-                        self._report(f"{file}: line {number} is damaged and is skipped ({str(error)[:120]})")
-                    else:
-                        pending[key] = offset
-                        if not last_of_unit:
-                            continue
+                    damages.pass_record(key, place, size, offset, offset + length)
+                    pending[key] = offset
+                    if place != size:
+                        continue
                 self._offsets.update(pending)
                 pending.clear()
                 self._end = offset + length
         for _, task, _, sample, *_ in pending:
             self._note_torn(task, sample)
+        self.problems = [*damages.standing(self._offsets), *([torn_line] if torn_line is not None else [])]
 
     def _note_torn(self, task: str, sample: int | None) -> None:
         if sample is not None:
             self.torn[task, sample] = self.torn.get((task, sample), 0) + 1
 
-    def _report(self, problem: str) -> None:
-        if len(self.problems) < _MAX_PROBLEMS:
-            self.problems.append(problem)
 
-
-def _parse(line: bytes) -> tuple[RecordKey, bool]:
-    """Key of a record line, and whether it ends its unit. Raises ValueError if it is no record."""
+def _parse(line: bytes) -> tuple[RecordKey, int, int]:
+    """Key of a record line, its number in its unit, and how many the unit has. Raises ValueError if it is no record."""
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    unit = record.get(_UNIT, [1, 1])
-    return record_key(record), not (isinstance(unit, list) and len(unit) == 2 and unit[0] != unit[1])
+    key = record_key(record)
+    check_record(record)
+    unit = record.get(_UNIT)
+    number, size = unit if isinstance(unit, list) and len(unit) == 2 and all(isinstance(part, int) for part in unit) else (1, 1)
+    return key, number, size
+
+
+def _key_in(line: bytes) -> RecordKey | None:
+    """Key of a record that is damaged in another field; None where the line does not say it."""
+    try:
+        record = json.loads(line)
+        check_key(record)
+        return record_key(record)
+    except (ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _named_in(line: bytes) -> tuple[str, int | None]:
@@ -344,21 +378,3 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         newer = f"schema {manifest['schema']}; this version reads up to {SCHEMA_VERSION}"
         raise UserError(f"{path} was written by a newer fathom-eval ({newer}): upgrade fathom-eval")
     return manifest
-
-
-def _refuse_other_identity(path: Path, manifest: Mapping[str, Any], kind: str, identity: Mapping[str, Any]) -> None:
-    theirs: dict[str, Any] = {"kind": manifest.get("kind"), **manifest["identity"]}
-    ours: dict[str, Any] = {"kind": kind, **identity}
-    absent = object()
-
-    def show(value: object) -> str:
-        text = "absent" if value is absent else json.dumps(value)
-        return text if len(text) <= 80 else text[:79] + "…"
-
-    differing = [
-        f"{field} is {show(theirs.get(field, absent))} there and {show(ours.get(field, absent))} now"
-        for field in [*theirs, *(field for field in ours if field not in theirs)]
-        if theirs.get(field, absent) != ours.get(field, absent)
-    ]
-    if differing:
-        raise UserError(f"{path} holds another run: {'; '.join(differing)}; give another folder, or the same settings to resume")

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,23 @@ def check_free_space(path: Path, need_bytes: int) -> None:
         raise UserError(
             f"not enough disk space for {path}: about {readable_size(need_bytes)} are needed and {readable_size(free)} are free"
         )
+
+
+def check_can_be_made(path: Path) -> None:
+    """Raise UserError where ``path`` is no folder that can be written, nor could be made one. It leaves nothing behind."""
+    with file_errors(path):
+        existing = path.absolute()
+        while not existing.exists():
+            if existing.is_symlink():
+                raise UserError(f"cannot write {path}: {existing} is a link that leads nowhere")
+            existing = existing.parent
+        if existing == path.absolute():
+            if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+                raise UserError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
+        elif not existing.is_dir():
+            raise UserError(f"cannot write {path}: {existing} is a file, not a folder")
+        else:  # some file systems refuse what their permissions allow
+            Path(tempfile.mkdtemp(prefix=".fathom-eval-", dir=existing)).rmdir()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -17,6 +17,7 @@ from fathom_eval.reports.fidelity_section import fidelity_section
 from fathom_eval.reports.fidelity_source import fidelity_source
 from fathom_eval.reports.gaps import NOUNS, half_remarks, unrecorded_words
 from fathom_eval.reports.loading import Loaded, load_runs
+from fathom_eval.reports.output import LATEX, MARKDOWN, PAGE, check_output
 from fathom_eval.reports.page import render
 from fathom_eval.reports.paper import paper_blocks
 from fathom_eval.reports.ruler import ruler_section
@@ -65,10 +66,13 @@ class ReportFiles:
     warnings: tuple[str, ...]
 
 
-def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
+def build_report(run_paths: Sequence[Path], output: Path, *, protect: bool = False) -> ReportFiles:
     """Write the report of one run, or of several side by side, into the folder ``output``.
 
     Runs may be of different kinds. Files that an earlier report left in the folder are replaced or removed.
+
+    Args:
+        protect: Refuse a folder in which files that no report wrote would be replaced; see :mod:`fathom_eval.reports.output`.
 
     Raises:
         UserError: Not one of the runs is there, of a known kind and schema, and with records; or ``output`` cannot be written.
@@ -84,7 +88,7 @@ def build_report(run_paths: Sequence[Path], output: Path) -> ReportFiles:
             warnings += [f"{one.name}: {words}" for words in [unrecorded_words(one.unrecorded)] if words]
             warnings += [f"{one.name}: {remark.text}" for remark in half_remarks([], one.records.torn, NOUNS.get(one.kind, "record"))]
         try:
-            return _write(document, output, tuple(warnings))
+            return _write(document, output, tuple(warnings), run_paths if protect else None)
         except OSError as error:
             raise_file_error(output, "write", error)
 
@@ -147,7 +151,7 @@ def _told_apart(section: Section, prefix: str) -> Section:
     return replace(section, blocks=[own(block) for block in section.blocks])
 
 
-def _write(document: Document, output: Path, warnings: tuple[str, ...]) -> ReportFiles:
+def _write(document: Document, output: Path, warnings: tuple[str, ...], protected: Sequence[Path] | None) -> ReportFiles:
     writers: dict[str, list[Callable[[Path], None]]] = defaultdict(list)
     mixed = len({section.kind for section in document.sections}) > 1
     for section in document.sections:
@@ -155,24 +159,28 @@ def _write(document: Document, output: Path, warnings: tuple[str, ...]) -> Repor
             writers[f"{section.kind}-{name}" if mixed else name].append(writer)
     names = list(writers)
     missing = any(section.missing for section in document.sections)
+    figure_files = {
+        f"figures/{drawing.name}.{ending}": content
+        for drawing in document.drawings
+        for ending, content in (("svg", drawing.svg), ("png", drawing.png))
+    }
+    if protected is not None:
+        tables_of = [f"tables/{table.name}.csv" for table in document.tables]
+        check_output(output, protected, [PAGE, MARKDOWN, LATEX, *names, *(["missing.csv"] if missing else []), *tables_of, *figure_files])
     page = render(document, [*names, *(["missing.csv"] if missing else [])])
     folder = Folder(output)
     data = [folder.fill_all(name, found) for name, found in writers.items()]
     if missing:
         data.append(folder.write("missing.csv", missing_csv(document)))
     tables = [folder.write(f"tables/{table.name}.csv", table_csv(table)) for table in document.tables]
-    figures = [
-        folder.write(f"figures/{drawing.name}.{ending}", content)
-        for drawing in document.drawings
-        for ending, content in (("svg", drawing.svg), ("png", drawing.png))
-    ]
+    figures = [folder.write(name, content) for name, content in figure_files.items()]
     return ReportFiles(
-        html=folder.write("report.html", page),
+        html=folder.write(PAGE, page),
         csv=data[0],
         data=tuple(data),
         tables=tuple(tables),
-        markdown=folder.write("results.md", markdown(document)),
-        latex=folder.write("results.tex", latex(document)),
+        markdown=folder.write(MARKDOWN, markdown(document)),
+        latex=folder.write(LATEX, latex(document)),
         figures=tuple(figures),
         list=folder.finish(),
         warnings=warnings,

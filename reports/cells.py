@@ -74,7 +74,7 @@ class Point:
 class Comparison:
     """Score of a method minus score of a reference over the samples that both have, with a paired 95 % bootstrap interval.
 
-    The interval of a single pair is NaN.
+    The interval of a single pair is NaN. ``tasks`` is how many tasks the pairs are of.
     """
 
     pairs: int
@@ -84,6 +84,7 @@ class Comparison:
     wins: int
     ties: int
     losses: int
+    tasks: int = 1
 
     @property
     def below(self) -> bool:
@@ -100,7 +101,8 @@ class Comparison:
 class Cell:
     """Result of one method on one task (or on all of them), context and k. ``k`` is None for dense.
 
-    ``dense_score`` and ``exact_score`` are taken over the samples that this method and the reference both have.
+    ``dense_score`` and ``exact_score`` are taken over the samples that this method and the reference both have. ``tasks`` are those that
+    ``score`` is a mean over, and ``expected_tasks`` is how many the cells beside this one are over.
     """
 
     task: str
@@ -122,7 +124,20 @@ class Cell:
     rows: float | None
     head_dim: float | None
     notes: tuple[str, ...]
+    tasks: tuple[str, ...]
+    expected_tasks: int
     decoded_by: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the score is a mean over as many tasks as those beside it; one over fewer is compared with none of them."""
+        return len(self.tasks) >= self.expected_tasks
+
+    @property
+    def compared(self) -> Comparison | None:
+        """The comparison with exact top-k where its pairs are of every task that is expected; None elsewhere."""
+        found = self.against_exact
+        return found if found is not None and found.tasks >= self.expected_tasks else None
 
     @property
     def failed(self) -> bool:
@@ -204,6 +219,7 @@ def _cells(points: Sequence[Point], context: int, tasks: Sequence[str], name: st
         samples = {(point.task, point.sample) for point in members}
         expected[k] |= samples
         expected[None] |= samples
+    present = len({task for task, _ in expected[None]})
     scores = {key: _scores(members) for key, members in groups.items()}
     dense: dict[tuple[str, int], float] = {}
     exact: dict[int | None, dict[tuple[str, int], float]] = defaultdict(dict)
@@ -216,7 +232,7 @@ def _cells(points: Sequence[Point], context: int, tasks: Sequence[str], name: st
     # Over all tasks the question is settled: the mean is over those that can tell something.
     marks = [NOT_DISCRIMINATIVE] if name != ALL_TASKS and _at_floor(list(dense.values())) else []
     cells = [
-        _cell(name, context, k, method, members, scores[k, method], len(expected[k]), dense, exact[k], marks)
+        _cell(name, context, k, method, members, scores[k, method], len(expected[k]), present, dense, exact[k], marks)
         for (k, method), members in groups.items()
     ]
     return sorted(_with_ceiling(cells) if name != ALL_TASKS else cells, key=sort_key)
@@ -251,6 +267,7 @@ def _cell(
     members: Sequence[Point],
     own: Mapping[tuple[str, int], float],
     expected: int,
+    expected_tasks: int,
     dense: Mapping[tuple[str, int], float],
     exact: Mapping[tuple[str, int], float],
     marks: Sequence[str],
@@ -292,6 +309,8 @@ def _cell(
         rows=_mean(complete, lambda point: point.rows),
         head_dim=_mean(members, lambda point: point.head_dim),
         notes=tuple(notes),
+        tasks=tuple(sorted({task for task, _ in own})),
+        expected_tasks=expected_tasks,
         decoded_by=decoders(members),
     )
 
@@ -311,7 +330,7 @@ def _compare(
         weights=[1 / sizes[task] for task, _ in ordered],
         seed=0,
     )
-    return Comparison(len(ordered), found.mean, found.low, found.high, found.wins, found.ties, found.losses)
+    return Comparison(len(ordered), found.mean, found.low, found.high, found.wins, found.ties, found.losses, len(sizes))
 
 
 def _mean_and_standard_error(scores: Mapping[tuple[str, int], float]) -> tuple[float | None, float | None]:

@@ -12,6 +12,7 @@ from fathom_eval.reports.wording import join
 from fathom_eval.stats import paired_difference
 
 _MAX_ONLY = 12
+_Key = tuple[str, str, str, str]
 
 
 def comparison_blocks(sections: Sequence[Section]) -> list[Block]:
@@ -58,8 +59,8 @@ def _where(section: Section) -> str:
     return ", ".join(part for part in (section.model, section.device) if part)
 
 
-def _by_key(measures: Sequence[Measure]) -> dict[tuple[str, str, str], Measure]:
-    return {(measure.where, measure.quantity, measure.method): measure for measure in measures}
+def _by_key(measures: Sequence[Measure]) -> dict[_Key, Measure]:
+    return {(measure.where, measure.quantity, measure.method, measure.over): measure for measure in measures}
 
 
 def _row(before: Measure, after: Measure, same: bool) -> Row:
@@ -78,9 +79,7 @@ def _row(before: Measure, after: Measure, same: bool) -> Row:
     return Row((Entry(after.method), Entry(after.where), Entry(after.quantity), *own, change, pairs))
 
 
-def _words(
-    first: Section, other: Section, same: bool, before: Sequence[tuple[str, str, str]], after: Sequence[tuple[str, str, str]]
-) -> str:
+def _words(first: Section, other: Section, same: bool, before: Sequence[_Key], after: Sequence[_Key]) -> str:
     if same:
         text = "Both runs have one identity: model, tokenizer, data, seed and protocol. Their samples are paired."
     else:

@@ -15,15 +15,23 @@ _ROLES = (Role.DENSE, Role.EXACT, Role.SCAN)
 
 
 def depth_items(source: Source) -> list[Item]:
-    """A heat map and its table for every k: methods × (context, depth). Nothing where records do not say at what depth needles stand."""
+    """A heat map and its table for every k: methods × (context, depth), with the contexts of that k.
+
+    Nothing where records do not say at what depth needles stand.
+    """
     needles: dict[tuple[int | None, Method, int, int], list[bool]] = defaultdict(list)
     for point in source.points:
         for depth, hit in point.needles:
             needles[point.k, point.method, point.context, min(int(depth * BINS), BINS - 1)].append(hit)
     items: list[Item] = []
-    k_values: list[int | None] = [*sorted({key[0] for key in needles if key[0] is not None})]
-    for k in k_values or ([None] if needles else []):
-        items += _items(source, k, {key[1:]: hits for key, hits in needles.items() if key[0] in (None, k)})
+    contexts: dict[int | None, set[int]] = defaultdict(set)
+    for k, _, context, _ in needles:
+        contexts[k].add(context)
+    # Dense stands beside the methods of every k at their contexts, and alone where there are none.
+    contexts[None] -= set().union(*(found for k, found in contexts.items() if k is not None))
+    for k in sorted(contexts, key=lambda k: (k is None, k or 0)):
+        shown = {key[1:]: hits for key, hits in needles.items() if key[0] in (None, k) and key[2] in contexts[k]}
+        items += _items(source, k, shown) if shown else []
     return items
 
 
@@ -49,7 +57,7 @@ def _items(source: Source, k: int | None, needles: dict[tuple[Method, int, int],
     tasks = ", ".join(dict.fromkeys(point.task for point in source.points if point.needles))
     samples: dict[tuple[str, int], set[int]] = defaultdict(set)
     for point in source.points:
-        if point.needles:
+        if point.needles and point.context in contexts:
             samples[point.task, point.context].add(point.sample)
     where = f"{spread(contexts, 'token')}{at}"
     amount = f"{spread([len(found) for found in samples.values()], 'sample')} a task and context"

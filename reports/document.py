@@ -127,6 +127,7 @@ class Measure:
         quantity: What was measured.
         samples: Values by sample, paired where two runs have one identity; empty where there are none.
         decimals: Shown; None for significant digits.
+        over: What a mean is over, where ``where`` does not say it: only means over the same are set side by side.
     """
 
     where: str
@@ -136,6 +137,7 @@ class Measure:
     error: float | None = None
     samples: Mapping[Any, float] = field(default_factory=dict)
     decimals: int | None = 3
+    over: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +223,8 @@ def entry(value: float | None, digits: int | None = 3, *, error: float | None = 
     if value is None or math.isnan(value):
         return Entry("–", **more)
     shown = number(value, digits) if digits is not None else significant(value)
-    # What is zero by construction has no error to speak of.
-    if error is not None and (math.isnan(error) or value == error == 0):
+    # What has significant digits, an error or a time, is zero by construction alone, with no error to speak of; a score is measured.
+    if error is not None and (math.isnan(error) or (digits is None and value == error == 0)):
         error = None
     if error is not None:
         shown += f" ± {number(error, digits) if digits is not None else significant(error, 2)}"

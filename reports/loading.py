@@ -18,6 +18,8 @@ from fathom_eval.console import printable
 from fathom_eval.errors import UserError
 from fathom_eval.reports.facts import last_settings
 from fathom_eval.reports.gaps import unrecorded
+from fathom_eval.reports.output import MARKDOWN, PAGE, RESULTS, run_of
+from fathom_eval.reports.wording import count
 from fathom_eval.run import MANIFEST, PACKED, RECORDS, Run
 
 RUN_KINDS = ("ruler", "sessions", "fidelity")
@@ -43,7 +45,7 @@ _TIMING_KINDS = frozenset(
 _MAX_LINE = 1 << 20
 _MOST_UNPACKED, _LEAST_LIMIT = 200, 1 << 26
 """How many times its size a packed file may hold, and a number of bytes that any may: records hold 10 to 30 times, a bomb 1,000 times."""
-_REPORT_FILES = ("report.html", "results.csv", "results.md")
+_REPORT_FILES = (PAGE, RESULTS, MARKDOWN)
 
 
 class Records(Protocol):
@@ -106,7 +108,7 @@ def load_runs(paths: Sequence[Path], stack: ExitStack) -> tuple[list[Loaded], li
     Raises:
         UserError: Not one of them could be loaded.
     """
-    unique = list({path.resolve(): path for path in map(_run_of, paths)}.values())
+    unique = list({path.resolve(): path for path in map(run_of, paths)}.values())
     loaded, errors = [], []
     for path in unique:
         same_name = [other for other in unique if other.resolve().name == path.resolve().name]
@@ -119,11 +121,6 @@ def load_runs(paths: Sequence[Path], stack: ExitStack) -> tuple[list[Loaded], li
     if not loaded:
         raise UserError("; ".join(errors))
     return loaded, errors
-
-
-def _run_of(path: Path) -> Path:
-    """The folder of a run where its file of records is given."""
-    return path.parent if path.name in (RECORDS, PACKED) and path.is_file() and (path.parent / MANIFEST).is_file() else path
 
 
 def _records(path: Path, stack: ExitStack) -> Records:
@@ -233,6 +230,6 @@ def _kind(path: Path, records: Records) -> str:
         what = "holds no run: no record with a kind" if named is None else f"is a run of kind '{printable(named)[:80]}'"
         raise UserError(f"{path} {what}; this version makes reports of {', '.join((*RUN_KINDS, TIMING))}")
     if not len(records):
-        damage = f" ({len(records.problems)} damaged lines)" if records.problems else ""
-        raise UserError(f"{path} has no records yet{damage}: run 'fathom-eval {printable(manifest_kind)} … --output {path}' to fill it")
+        damage = f", only {count(len(records.problems), 'damaged line')}" if records.problems else " yet"
+        raise UserError(f"{path} has no records{damage}: run 'fathom-eval {printable(manifest_kind)} … --output {path}' to fill it")
     return found

@@ -6,6 +6,7 @@ import math
 
 from fathom_eval.console import printable
 from fathom_eval.reports.cells import ALL_TASKS, CEILING_NOTE, NOT_DISCRIMINATIVE, Cell, Comparison, Method, Role
+from fathom_eval.reports.coverage import covered, left_out_words, pairs_covered
 from fathom_eval.reports.decoding import decoding_remarks, decoding_words
 from fathom_eval.reports.gaps import NOUNS, half_remarks
 from fathom_eval.reports.ruler_source import Source, is_scan
@@ -27,12 +28,13 @@ def with_error(cell: Cell, digits: int = 3) -> str:
 
 
 def interval(cell: Cell, digits: int = 3) -> str:
-    """Paired difference to exact top-k with its interval."""
+    """Paired difference to exact top-k with its interval, and of how many tasks it is where it lacks some."""
     found = cell.against_exact
     if found is None:
         return ""
     mean = signed(found.mean, digits)
-    return mean if math.isnan(found.low) else f"{mean} [{signed(found.low, digits)}, {signed(found.high, digits)}]"
+    shown = mean if math.isnan(found.low) else f"{mean} [{signed(found.low, digits)}, {signed(found.high, digits)}]"
+    return f"{shown} {pairs_covered(cell)}".rstrip()
 
 
 def subject(source: Source) -> str:
@@ -57,15 +59,15 @@ def answer(source: Source) -> str:
         return " ".join(part for part in (absent, finding(source, *settings[0])) if part)
     verdicts: dict[Method, list[Comparison]] = {}
     for cell in source.overview:
-        if cell.against_exact is not None:
-            verdicts.setdefault(cell.method, []).append(cell.against_exact)
+        if cell.compared is not None:
+            verdicts.setdefault(cell.method, []).append(cell.compared)
     groups: dict[str, list[str]] = {}
     for method, found in verdicts.items():
         below, above = sum(one.below for one in found), sum(one.above for one in found)
         group, counted = _verdict(below, above, len(found))
         groups.setdefault(group, []).append(f"{method.label} ({counted})" if counted else method.label)
     parts = [f"{name}: {join(groups[name])}." for name in _GROUPS if name in groups]
-    return " ".join(part for part in (absent, *parts) if part)
+    return " ".join(part for part in (absent, *parts, left_out_words(source.overview)) if part)
 
 
 def _verdict(below: int, above: int, amount: int) -> tuple[str, str]:
@@ -87,9 +89,10 @@ def finding(source: Source, context: int, k: int | None) -> str:
         return f"At {setting(context, k)} dense attention is at the floor on every task: nothing can be told apart."
     told = {cell.task for cell in source.cells if cell.context == context and NOT_DISCRIMINATIVE not in cell.notes}
     tasks = [task for task in source.tasks if task in told]
-    references = [f"{cell.method.role.value} scores {with_error(cell)}" for cell in cells if not is_scan(cell)]
+    whole = [cell for cell in cells if cell.whole and not is_scan(cell)]
+    references = [f"{cell.method.role.value} scores {with_error(cell)} {covered(cell)}".rstrip() for cell in whole]
     parts = [f"At {setting(context, k)}, over {join(tasks)}, {join(references)}."] if references else []
-    compared = [(cell, cell.against_exact) for cell in cells if cell.against_exact is not None]
+    compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
     below = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.below]
     above = [f"{cell.method.label} ({signed(found.mean)})" for cell, found in compared if found.above]
     same = [cell.method.label for cell, found in compared if not found.below and not found.above]
@@ -102,7 +105,7 @@ def finding(source: Source, context: int, k: int | None) -> str:
         parts.append(f"Not separated from it by these samples: {join(same)}.")
     if compared and not below and not above:
         parts.append("No scan separates: the setting may be too easy, or the samples too few, to rank them.")
-    return " ".join(parts)
+    return " ".join(part for part in (*parts, left_out_words(cells)) if part)
 
 
 def remarks(source: Source) -> list[Remark]:

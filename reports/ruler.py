@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fathom_eval.reports.canvas import Style, slug
 from fathom_eval.reports.cells import ALL_TASKS, NO_EXACT_NOTE, NOT_DISCRIMINATIVE, Cell, Method, Role, sort_key
+from fathom_eval.reports.coverage import coverage_legend, covered, left_out_words, pairs_covered
 from fathom_eval.reports.curves import FIXED_DEPTH, Panel, Point, Reference, draw_panels, how_to_read
 from fathom_eval.reports.depths import depth_items
 from fathom_eval.reports.document import (
@@ -28,7 +30,7 @@ from fathom_eval.reports.facts import provenance_of, starts_of
 from fathom_eval.reports.glossary import glossary
 from fathom_eval.reports.narrative import answer, finding, remarks, subject, with_error
 from fathom_eval.reports.ruler_source import Source, is_scan
-from fathom_eval.reports.tables import LEGEND, mark, write_results_csv, write_samples_csv
+from fathom_eval.reports.tables import LEGEND, lacks_tasks, mark, write_results_csv, write_samples_csv
 from fathom_eval.reports.wording import number, setting, spread
 
 MAX_FAILURES = 200
@@ -111,6 +113,8 @@ def _matrix(source: Source, context: int, k: int | None) -> Table:
     several = len(source.tasks) > 1
     # The answer first: the score, how it differs from exact top-k, and at what cost; then task by task.
     columns = [Column("method"), *([Column(ALL_TASKS)] if several else map(Column, tasks))]
+    counted = several and lacks_tasks(list(totals.values()))
+    columns += [Column("tasks")] if counted else []
     columns += [Column("minus exact top-k", "wins / ties / losses"), Column("bits", "a channel")]
     columns += map(Column, tasks) if several else []
     rows = []
@@ -119,11 +123,17 @@ def _matrix(source: Source, context: int, k: int | None) -> Table:
         total = totals.get(method)
         scores = [_score(own.get(task)) for task in tasks]
         lead, rest = ([_score(total, "total")], scores) if several else (scores, [])
+        lead += [_tasks_counted(total)] if counted else []
         entries = (_name(method), *lead, _against(total), _bits(list(own.values())), *rest)
         rows.append(Row(entries, control=method.role is not Role.SCAN))
     title, where = f"Scores at {setting(context, k)}", origin(source, context, k, cells)
     caution = source.absent(context, k)
-    return Table(f"scores-{context}-k{k}", title, where, tuple(columns), tuple(rows), LEGEND, caution=caution)
+    legend = LEGEND + coverage_legend([*cells, *totals.values()])
+    return Table(f"scores-{context}-k{k}", title, where, tuple(columns), tuple(rows), legend, caution=caution)
+
+
+def _tasks_counted(cell: Cell | None) -> Entry:
+    return Entry() if cell is None else Entry(f"{len(cell.tasks)}", len(cell.tasks))
 
 
 def _name(method: Method) -> Entry:
@@ -149,14 +159,17 @@ def _score(cell: Cell | None, style: str = "") -> Entry:
     notes = tuple(note for note in cell.notes if note not in (NOT_DISCRIMINATIVE, NO_EXACT_NOTE))
     if cell.failed:
         return Entry("failed", small=notes, style=style)
-    return entry(cell.score, 3, error=cell.standard_error, mark=sign, small=notes, style=f"{found} {style}".strip())
+    of = covered(cell)
+    notes = tuple(note for note in notes if f"({note})" != of)
+    return entry(cell.score, 3, error=cell.standard_error, mark=f"{of} {sign}".strip(), small=notes, style=f"{found} {style}".strip())
 
 
 def _against(cell: Cell | None, digits: int = 3) -> Entry:
     found = None if cell is None else cell.against_exact
-    if found is None:
+    if cell is None or found is None:
         return Entry()
-    return difference(found.mean, found.low, found.high, digits, small=(f"{found.wins} / {found.ties} / {found.losses}",))
+    shown = difference(found.mean, found.low, found.high, digits, small=(f"{found.wins} / {found.ties} / {found.losses}",))
+    return replace(shown, text=f"{shown.text} {pairs_covered(cell)}".rstrip())
 
 
 def _figures(source: Source, context: int, k: int | None, styles: dict[str, Style], taken: set[str]) -> list[Drawing]:
@@ -165,11 +178,12 @@ def _figures(source: Source, context: int, k: int | None, styles: dict[str, Styl
     groups = [(task, [cell for cell in here if cell.task == task]) for task in _tasks(source, here)]
     if len(groups) > 1:
         groups.insert(0, (ALL_TASKS, [cell for cell in source.overview if cell.context == context and cell.k in (None, k)]))
-    for task, cells in groups:
+    for task, every in groups:
+        cells = [cell for cell in every if cell.whole]
         title = f"{task}, {setting(context, k)}"
         panel = Panel("", _points(cells), _references(cells), "score", y_range=(-0.04, 1.06))
         name = slug(f"score-{slug(task, set())}-{context}-k{k}", taken)
-        description = f"Score against scan bits per token on {title}. The numbers are in the table above."
+        description = f"Score against scan bits per token on {title}. The numbers are in the table above. {left_out_words(every)}".rstrip()
         where = origin(source, context, k, here if task == ALL_TASKS else cells)
         drawing = draw_panels(name, title, description, where, [panel], styles)
         if drawing is not None:
@@ -255,20 +269,17 @@ def _measures(source: Source) -> list[Measure]:
         if score is not None:
             by_cell.setdefault((task, context, k, method), {})[sample] = score
     for cell in [*(source.overview if several else []), *source.cells]:
-        if cell.score is None:
+        if cell.score is None or not cell.whole:
             continue
         where = f"{cell.task}, {setting(cell.context, cell.k)}"
+        over = " ".join(cell.tasks) if cell.task == ALL_TASKS else ""
         samples = by_cell.get((cell.task, cell.context, cell.k, cell.method), {})
-        found.append(Measure(where, cell.method.label, "score", cell.score, cell.standard_error, samples))
+        found.append(Measure(where, cell.method.label, "score", cell.score, cell.standard_error, samples, over=over))
     return found
 
 
 def _facts(source: Source) -> list[Fact]:
     cells = [*(source.overview if len(source.tasks) > 1 else []), *source.cells]
-    pooled: dict[int, set[str]] = {}
-    for cell in source.cells:
-        if NOT_DISCRIMINATIVE not in cell.notes:
-            pooled.setdefault(cell.context, set()).add(cell.task)
     return [
         Fact(
             "score",
@@ -278,8 +289,8 @@ def _facts(source: Source) -> list[Fact]:
             cell.k,
             cell.score,
             cell.standard_error,
-            " ".join(sorted(pooled[cell.context])) if cell.task == ALL_TASKS else "",
+            " ".join(cell.tasks) if cell.task == ALL_TASKS else "",
         )
         for cell in cells
-        if cell.score is not None
+        if cell.score is not None and cell.whole
     ]

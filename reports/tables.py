@@ -21,6 +21,7 @@ from fathom_eval.reports.cells import (
     sort_key,
     tasks_of,
 )
+from fathom_eval.reports.coverage import coverage_legend, covered
 from fathom_eval.reports.decoding import COLUMN
 from fathom_eval.reports.narrative import interval, with_error
 from fathom_eval.reports.ruler_source import Source
@@ -52,13 +53,22 @@ WHOLE = (
     "losses",
     "failures",
     "expected_samples",
+    "tasks",
+    "expected_tasks",
 )
 
 
 def results_frame(source: Source, cells: Sequence[Cell]) -> pd.DataFrame:
-    """One row a cell, with everything known about it; numbers unrounded."""
+    """One row a cell, with everything known about it; numbers unrounded. Means over tasks say of how many they are."""
     frame = pd.DataFrame([_row(source.name, cell) for cell in cells], columns=list(_row(source.name, cells[0])) if cells else None)
+    if any(cell.task == ALL_TASKS for cell in cells):
+        frame = frame.assign(tasks=[len(cell.tasks) for cell in cells], expected_tasks=[cell.expected_tasks for cell in cells])
     return frame.assign(**{COLUMN: [cell.decoded_by for cell in cells]}) if source.decoded and cells else frame
+
+
+def lacks_tasks(cells: Sequence[Cell]) -> bool:
+    """Whether some scores are means over fewer tasks than those beside them."""
+    return any(cell.score is not None and not cell.whole for cell in cells)
 
 
 def _row(run: str, cell: Cell) -> dict[str, Any]:
@@ -157,7 +167,7 @@ def mark(cell: Cell) -> str:
     """The sign that stands beside a score; readable without colour."""
     if NOT_DISCRIMINATIVE in cell.notes:
         return "≈"
-    found = cell.against_exact
+    found = cell.compared
     if found is not None and (found.below or found.above):
         return "▼" if found.below else "▲"
     return "≡" if CEILING_NOTE in cell.notes else ""
@@ -170,11 +180,12 @@ def summary_table(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """
     points, _ = read_points(records)
     cells = compute_cells(points)
-    frame = _matrix(cells, compute_overview(points, cells), tasks_of(points), digits=2)
+    overview = compute_overview(points, cells)
+    frame = _matrix(cells, overview, tasks_of(points), digits=2)
     for column in ("context", "k"):
         if frame[column].nunique() <= 1:
             frame = frame.drop(columns=column)
-    frame.attrs["note"] = LEGEND
+    frame.attrs["note"] = LEGEND + coverage_legend([*cells, *overview])
     return frame
 
 
@@ -199,4 +210,5 @@ def _matrix(cells: Sequence[Cell], overview: Sequence[Cell], tasks: Sequence[str
 def _score(cell: Cell | None, digits: int) -> str:
     if cell is None:
         return ""
-    return "failed" if cell.failed else f"{with_error(cell, digits)} {mark(cell)}".rstrip()
+    parts = ("failed",) if cell.failed else (with_error(cell, digits), covered(cell), mark(cell))
+    return " ".join(part for part in parts if part)

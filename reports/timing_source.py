@@ -153,9 +153,16 @@ def timing_source(loaded: Loaded) -> TimingSource:
         else:
             others.append(record)
     if not steps and not any(time_of_kernel(record) is not None for record in others):
-        raise UserError(f"{loaded.path} holds no timings")
+        raise UserError(f"{loaded.path} holds no timings{_instead(others)}")
     equal, not_shown = equal_errors(loaded.path) if loaded.path.is_dir() else ([], [])
     return TimingSource(loaded.name, loaded.records, steps, others, equal, not_shown)
+
+
+def _instead(records: Sequence[Step]) -> str:
+    """What a run without timings holds, where it is a run of the link on a machine without a GPU."""
+    if not records or any(record.get("kind") != "link" or record.get("measure") != "host" for record in records):
+        return ""
+    return ": 'fathom-eval bench link' found no CUDA device and recorded the host's memory and cores alone; to time the link it needs a GPU"
 
 
 def valid(steps: Sequence[Step]) -> list[Step]:

@@ -8,14 +8,13 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from fathom_eval.console import csv_safe, printable
 from fathom_eval.reports.document import Document, Entry, Table
+from fathom_eval.reports.output import LIST
 
-LIST = "files.json"
-"""Names what a report wrote with its hash, so that the next one into the same folder can remove what it does not write again."""
 _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
     "~": r"\textasciitilde{}",
@@ -159,6 +158,8 @@ class Folder:
         self._written: dict[str, str] = {}
         self._before = _earlier(path)
         path.mkdir(parents=True, exist_ok=True)
+        # First, so that a report that is cut off can be made anew: without a list its files pass for somebody else's.
+        self._list(self._before)
 
     def write(self, name: str, content: str | bytes) -> Path:
         """Write one file, ``name`` relative to the folder."""
@@ -203,8 +204,11 @@ class Folder:
                 file.unlink()
                 if not any(file.parent.iterdir()):
                     file.parent.rmdir()
+        return self._list(self._written)
+
+    def _list(self, files: Mapping[str, str]) -> Path:
         listed = self.path / LIST
-        listed.write_text(json.dumps({"report": self._written}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        listed.write_text(json.dumps({"report": files}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return listed
 
 

@@ -92,6 +92,14 @@ def parse_session_tokens(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
+def check_repository(repo: str | None, found: Iterable[str]) -> None:
+    """Raise UserError where a repository is asked for that is none of those found; the empty name stands for none."""
+    repos = {name for name in found if name}
+    if repo is not None and repo not in repos:
+        known = visible(did_you_mean(repo, repos), 300) if repos else "none names a repository"
+        raise UserError(f"no trajectory is of repository '{visible(repo, 80)}'; {known}")
+
+
 def plan_sessions(
     candidates: Sequence[Candidate], *, low: int, high: int, seed: int = 0, repo: str | None = None, prefix_tokens: int = 0
 ) -> Plan:
@@ -111,10 +119,7 @@ def plan_sessions(
     Raises:
         UserError: there is no such repository.
     """
-    repos = {candidate.repo for candidate in candidates if candidate.repo}
-    if repo is not None and repo not in repos:
-        known = visible(did_you_mean(repo, repos), 300) if repos else "none names a repository"
-        raise UserError(f"no trajectory is of repository '{visible(repo, 80)}'; {known}")
+    check_repository(repo, (candidate.repo for candidate in candidates))
     kept: list[Candidate] = []
     seen: set[str] = set()
     notes = []

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fathom_eval.sessions.assembly import Plan, plan_sessions
+from fathom_eval.sessions.assembly import Plan, check_repository, plan_sessions
 from fathom_eval.sessions.encoding import TrajectoryEncoder
 from fathom_eval.sessions.rendering import PlainRenderer
 from fathom_eval.sessions.report import ReadReport
@@ -77,6 +77,7 @@ def inspect_trajectories(
         renderer = PlainRenderer()
         for trajectory in counted:
             _add_size(inspection, trajectory.repo, len(renderer.render(trajectory).text.split()))
+        check_repository(repo, inspection.repositories)
         return inspection
     candidates = []
     for candidate in encoder.candidates(counted, report):

@@ -5,7 +5,9 @@ Task definitions: the paper's Appendix B, after RULER (Hsieh et al., 2024).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ FULLNESS = 0.97
 """A prompt takes at least this share of the asked length."""
 _ATTEMPTS = 8
 _SHORT = 1024
+_SUGGESTION, _SUGGESTION_GROWTH, _LONGEST_SUGGESTION = 32, 1.25, 32768
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ TASKS: dict[str, TaskSpec] = {
         TaskSpec("fwe", "the three most frequent of many synthetic words", 24, words.frequent_words),
     )
 }
+
+
+class _TooShortError(UserError):
+    """A context has no room for a task."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +154,26 @@ class SampleBuilder:
                 drafts = [self._draft(spec, context, index)[0] for index in range(samples)]
                 self._encoder.check_answers(drafts, spec.max_new_tokens, spec.name)
                 # A short window may lack room for the needles of one sample and not of another; a long one does not.
-                for index in range(samples if context < _SHORT else 1):
-                    self.build(spec.name, context, index)
+                try:
+                    self._build_all(spec.name, context, samples)
+                except _TooShortError as error:
+                    enough = self._enough(spec, context, max_positions, samples)
+                    raise UserError(f"{error}; {enough} tokens are enough" if enough else str(error)) from None
+
+    def _build_all(self, task: str, context: int, samples: int) -> None:
+        for index in range(samples if context < _SHORT else 1):
+            self.build(task, context, index)
+
+    def _enough(self, spec: TaskSpec, too_short: int, max_positions: int, samples: int) -> int | None:
+        """A multiple of 32 tokens, not much above the least, in which all samples have room; None where model or haystack allow none."""
+        context = max(too_short, 0)
+        while True:
+            context = _SUGGESTION * math.ceil(max(context + 1, context * _SUGGESTION_GROWTH) / _SUGGESTION)
+            if context + spec.max_new_tokens > min(max_positions, _LONGEST_SUGGESTION):
+                return None
+            with contextlib.suppress(UserError):
+                self._build_all(spec.name, context, samples)
+                return context
 
     def build(self, task: str, context: int, index: int) -> Sample:
         """The sample of this task, length and index; always the same one.
@@ -194,7 +219,9 @@ class SampleBuilder:
                 break
             budget = filled.tokens + missing
         if best is None:
-            raise UserError(f"context {context} is too short for {task}: its question and needles alone take {fixed} tokens")
+            raise _TooShortError(
+                f"context {context} is too short for {task}: question and needles take {fixed} tokens, and the text around them needs room"
+            )
         if len(best[1]) < FULLNESS * context:
             raise UserError(f"context {context} of {task} cannot be filled: the nearest length is {len(best[1])} tokens")
         return best

@@ -199,7 +199,9 @@ def test_a_method_that_fails_after_it_was_recorded_takes_no_other_with_it(monkey
         batches.append(batch)
     launched, replayed = batches
     [loki] = [row for row, branch in enumerate(branches) if branch.spec.method.name == "loki"]
-    assert launched.failures == replayed.failures == {loki: "layer 0: ZeroDivisionError: division by zero"}
+    assert launched.failures == replayed.failures
+    assert set(launched.failures) == {loki}
+    assert launched.failures[loki].startswith("layer 0: ZeroDivisionError: division by zero (test_branch_graphs.py, line ")
     others = [row for row in range(len(branches)) if row != loki]
     assert all(torch.equal(mine[others], theirs[others]) for mine, theirs in zip(*outputs, strict=True))
     same(launched, replayed)

@@ -167,11 +167,20 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert len(Run.load(tmp_path / "run").records()) == 18
 
 
-@pytest.mark.parametrize("change", [["--positions=13"], ["--full-window"], ["--seed=1"]])
-def test_another_identity_is_refused(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], change: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("--positions=13", "--positions 12 there, --positions 13 now"),
+        ("--full-window", "no --full-window there, --full-window now"),
+        ("--seed=1", "--seed 0 there, --seed 1 now"),
+    ],
+)
+def test_another_identity_is_refused(
+    arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], change: str, named: str
+) -> None:
     assert cli.main(arguments(methods="dense", windows=1)) == 0
-    assert cli.main([*arguments(methods="dense", windows=1), *change]) == 2
-    assert f"{change[0].strip('-').partition('=')[0].replace('-', '_')} is" in capsys.readouterr().err
+    assert cli.main([*arguments(methods="dense", windows=1), change]) == 2
+    assert f"holds another run: {named}; give another folder" in capsys.readouterr().err
 
 
 def test_the_whole_window_variant_runs_and_says_so(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -223,6 +232,12 @@ def test_bad_input_is_one_line_and_exit_code_2_before_any_prefill(
     assert len(lines) == 1
     assert message in lines[0]
     assert not (tmp_path / "run").exists(), "a run that could not start leaves no folder"
+
+
+def test_a_k_that_selects_every_key_is_said(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(context="60,64,100", k="48,64", methods="exact", windows=1, positions=4)) == 0
+    said = "k=64 selects every key of a context of 60 and 64: what a method would select makes no difference there"
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")] == [f"warning: {said}"]
 
 
 # Methods that fail

@@ -203,7 +203,11 @@ def test_a_name_that_is_nothing_says_what_was_tried(tmp_path: Path, folder: Path
         str(folder.with_name("tinny")): "did you mean",
         "missing.gguf": "no model folder or file",
         "x" * 5000: "cannot be a model",
-        "nobody/nothing": "no bundled model (smollm2), no local folder or file, and there is no hub model in the local hub cache",
+        "nobody/nothing": "no bundled model (smollm2), no local folder or file; the model hub is not asked (offline), and what was fetched",
+        "qwen3-8b-shape": "'qwen3-8b-shape' is no model but a shape for random weights, which only 'fathom-eval bench step' takes",
+        "nobody/tiny-shape": "the model hub is not asked",
+        "qwen3-8b-shap": "did you mean 'qwen3-8b-shape'?",
+        "tiny-shap": "unknown model 'tiny-shap'; did you mean 'tiny-shape'?",
     }
     for spec, words in cases.items():
         start = time.perf_counter()

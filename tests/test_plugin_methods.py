@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ import pytest
 from fathom_eval.branches import Branch
 from fathom_eval.cli import main
 from fathom_eval.decode import decode
-from fathom_eval.errors import UserError
+from fathom_eval.errors import UserError, raised_at
 from fathom_eval.methods import BUILT_IN, EVERY, MethodSpec, parse_method, parse_methods, plug_ins, registry
 from fathom_eval.methods.possible import Impossible, Possible
 from fathom_eval.methods.sparq import SparQ
@@ -159,3 +160,11 @@ def test_what_a_method_raises_before_a_run_is_an_error_that_names_it(hook: str) 
     spec = MethodSpec(type("Failing", (SparQ,), {"name": "failing", hook: fail})(), Policy())
     with pytest.raises(UserError, match=r"method 'failing': its \w+ failed: KeyError: 'x'"):
         spec.check(facts_of(), [60])
+
+
+def test_where_a_plug_in_raises_is_named_by_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "import json\n\n\ndef plan():\n    return json.loads('{')\n", "mine = your_package:plan")
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        importlib.import_module("your_package").plan()
+    assert raised_at(caught.value) == " (your_package.py, line 5)"
+    assert raised_at(caught.value.with_traceback(None)) == ""

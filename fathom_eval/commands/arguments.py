@@ -17,6 +17,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run code that comes with a model")
 
 
+def check_model_arguments(args: argparse.Namespace) -> None:
+    """Raise :class:`UserError` for a dtype, a device or a rope scaling that is none, before anything is waited for."""
+    from fathom_eval.devices import resolve_devices
+    from fathom_eval.models import check_dtype, parse_rope_scaling
+
+    check_dtype(args.dtype)
+    if args.rope_scaling is not None:
+        parse_rope_scaling(args.rope_scaling)
+    resolve_devices(args.device)
+
+
 def add_output_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """Where a run is written and what is printed."""
     add = parser.add_argument

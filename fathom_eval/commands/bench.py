@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
-import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom_eval.commands.arguments import at_least_one, device_name, numbers, words
-from fathom_eval.commands.bench_arguments import add_bench_arguments, options_taken, take_options
+from fathom_eval.commands.arguments import check_model_arguments, device_name, numbers, words
+from fathom_eval.commands.bench_arguments import add_bench_arguments, factors, options_taken, take_options
 from fathom_eval.commands.bench_equal_error import run_equal_error
-from fathom_eval.errors import UserError, did_you_mean
+from fathom_eval.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec
+    from fathom_eval.models import LoadedModel
     from fathom_eval.offload.bench.steps import Variant
     from fathom_eval.run import Run
+    from fathom_eval.tasks.haystack import Haystack
 
 HELP = "Time the host-resident runtime: link, kernels or decode steps; compare steps at equal error."
 EXAMPLE = "fathom-eval bench step --contexts 32768,131072,524288,1048576 --output runs/step"
 
-_TIMED = (
-    "fathom:budget=40:basis=raw,fathom:budget=48:basis=raw,fathom:budget=64:basis=raw,"
-    "sparq:r=16,double_sparsity:c=32,full,landmark,thumbnail"
-)
 _BYTES_A_RECORD = 8192
 
 
@@ -45,9 +44,6 @@ def run(args: argparse.Namespace) -> int:
         return run_equal_error(args)
     if args.repeats is None:
         args.repeats = 5 if args.what == "step" else 20
-    at_least_one(args.repeats, "--repeats")
-    if args.spread is not None and not 0 <= args.spread < math.inf:
-        raise UserError(f"--spread {args.spread:g} must be at least 0 and finite: it is a standard deviation")
     if args.output is not None:
         from fathom_eval.run import Run
 
@@ -73,7 +69,7 @@ def _link(args: argparse.Namespace, console: Console, device: torch.device) -> i
             for record in link.measure(device, args.repeats):
                 opened.append([_plain("link", record, device)])
                 console.say(_line(record))
-        return _finish(console, opened)
+        return _finish(console, opened, report=device.type == "cuda")
 
 
 def _kernels(args: argparse.Namespace, console: Console, device: torch.device) -> int:
@@ -95,34 +91,40 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
     from fathom_eval.methods import parse_methods
     from fathom_eval.offload.bench.steps import Variant, with_rerank
     from fathom_eval.offload.cache import default_lanes
-    from fathom_eval.offload.gatherer import GATHERERS, check_gathered
+    from fathom_eval.offload.gatherer import check_gathered
+    from fathom_eval.offload.weights import SHAPES
 
-    if args.methods is None:
-        args.methods = _TIMED
-    contexts = numbers(args.contexts, "--contexts")
-    asked, factors = parse_methods(args.methods), _factors(args.rerank)
-    specs = with_rerank(asked, factors)
-    for spec in specs:
+    contexts, rerank = numbers(args.contexts, "--contexts"), factors(args.rerank)
+    by_default, known = args.methods is None, SHAPES[args.model].head_dim if args.model in SHAPES else None
+    if by_default:
+        args.methods = default_methods(known)
+    asked = parse_methods(args.methods)
+    for spec in with_rerank(asked, rerank):
         spec.check_k([args.k])
     batches, sessions = numbers(args.batch, "--batch"), numbers(args.sessions, "--sessions")
     lanes = None if args.lanes == "auto" else numbers(args.lanes, "--lanes")
     rows = list(dict.fromkeys(words(args.rows, "--rows")))
-    for word in rows:
-        if word not in GATHERERS:
-            raise UserError(f"--rows: no '{word}'; {did_you_mean(word, GATHERERS)}")
-    for flag, value in (("--last-lane", args.last_lane), ("--gather-threads", args.gather_threads)):
-        if value is not None:
-            at_least_one(value, flag)
     if device.type != "cuda":
         if args.model == "qwen3-8b-shape":
             raise UserError(
                 "no CUDA device: steps of qwen3-8b-shape cannot be timed; --model tiny-shape or smollm2 checks a step and times its "
                 "torch references"
             )
-        console.say("no CUDA device: there is no link, no graph and no GPU time; the step is checked and its torch references are timed")
+        console.say(
+            "no CUDA device: there is no link, no graph and no GPU time; the step runs the torch references themselves, and they are timed"
+        )
     indexes = list(dict.fromkeys(words(args.index, "--index")))
-    _say_odd(console, asked, factors, args.k, contexts)
-    sources = _sources(args, console, device, specs, contexts, max(batches) * max(sessions), indexes)
+    _say_odd(console, asked, rerank, args.k, contexts)
+    if args.model in SHAPES:
+        specs = with_rerank(asked, rerank)
+        sources = _shape_sources(args, console, device, specs, contexts, max(batches) * max(sessions), indexes)
+    else:
+        loaded, haystack = _loaded(args, console)
+        if by_default:
+            args.methods = default_methods(loaded.facts.head_dim)
+            asked = parse_methods(args.methods)
+        specs = with_rerank(asked, rerank)
+        sources = _model_sources(args, loaded, haystack, specs, contexts, indexes)
     facts, shape = sources[0].facts, sources[0].segment_shape()
 
     def variants(context: int, index: str) -> list[Variant]:
@@ -146,11 +148,21 @@ def _step(args: argparse.Namespace, console: Console, device: torch.device) -> i
         return _finish(console, opened)
 
 
-def _say_odd(console: Console, asked: list[MethodSpec], factors: list[float], k: int, contexts: list[int]) -> None:
+def default_methods(head_dim: int | None) -> str:
+    """The scans of the paper's Table 2, and four bits of all channels: SparQ and Double Sparsity read an eighth and a quarter of them.
+
+    Numbers where head_dim is known: at 128, the paper's, 16 and 32, which are in labels and keys of records.
+    """
+    r, c = ("D/8", "D/4") if head_dim is None else (max(1, head_dim // 8), max(1, head_dim // 4))
+    fathom = ",".join(f"fathom:budget={budget}:basis=raw" for budget in (40, 48, 64))
+    return f"{fathom},sparq:r={r},double_sparsity:c={c},full,landmark,thumbnail"
+
+
+def _say_odd(console: Console, asked: list[MethodSpec], rerank: list[float], k: int, contexts: list[int]) -> None:
     """Warn of a rerank that a method does not take, and of contexts that leave nothing to select."""
-    own = [spec.label for spec in asked if spec.policy.rerank != 1 and factors not in ([1], [spec.policy.rerank])]
+    own = [spec.label for spec in asked if spec.policy.rerank != 1 and rerank not in ([1], [spec.policy.rerank])]
     if own:
-        console.warn(f"--rerank {','.join(f'{factor:g}' for factor in factors)} is not for what names a rerank itself: {', '.join(own)}")
+        console.warn(f"--rerank {','.join(f'{factor:g}' for factor in rerank)} is not for what names a rerank itself: {', '.join(own)}")
     short = [context for context in contexts if context <= k]
     if short:
         console.warn(f"k={k} selects every token of {', '.join(map(str, short))}: a step brings all rows there, whatever the method")
@@ -211,39 +223,42 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-def _sources(
+def _shape_sources(
     args: argparse.Namespace, console: Console, device: torch.device, specs: Any, contexts: list[int], most: int, indexes: list[str]
 ) -> list[Any]:
-    """One source a place of the index, all of them checked and none built."""
-    from fathom_eval.offload.bench.sources import PrefixSource, SyntheticSource
+    """Of random weights: one source a place of the index, all of them checked and none built."""
+    from fathom_eval.offload.bench.sources import SyntheticSource
     from fathom_eval.offload.weights import SHAPES
 
-    if args.model in SHAPES:
-        limit = None if args.host_memory is None else int(args.host_memory * 2**30)
-        return [
-            SyntheticSource(
-                SHAPES[args.model],
-                specs,
-                contexts,
-                most,
-                device=device,
-                index=index,
-                spread=args.spread,
-                host_limit=limit,
-                host_pages=args.host_pages,
-                say=console.say,
-            )
-            for index in indexes
-        ]
-    from fathom_eval.fidelity_windows import Windows
+    return [
+        SyntheticSource(
+            SHAPES[args.model],
+            specs,
+            contexts,
+            most,
+            device=device,
+            index=index,
+            spread=args.spread,
+            host_limit=None if args.host_memory is None else int(args.host_memory * 2**30),
+            host_pages=args.host_pages,
+            say=console.say,
+        )
+        for index in indexes
+    ]
+
+
+def _loaded(args: argparse.Namespace, console: Console) -> tuple[LoadedModel, Haystack]:
+    """A model with keys of its own, and the text that it prefills."""
+    from fathom_eval.checkpoints import check_spec
     from fathom_eval.models import load_model
-    from fathom_eval.offload.arena import check_index
-    from fathom_eval.offload.scans import check_spec
-    from fathom_eval.prefill import prefill
+    from fathom_eval.offload.weights import SHAPES
     from fathom_eval.tasks.haystack import load_haystack
 
-    for index in indexes:
-        check_index(index)
+    near = difflib.get_close_matches(args.model, SHAPES, n=1, cutoff=0.8)
+    if near and not Path(args.model).exists():
+        raise UserError(f"unknown model '{args.model}'; did you mean '{near[0]}'?")
+    check_spec(args.model)
+    check_model_arguments(args)  # before a text is waited for
     haystack = load_haystack("auto", offline=args.offline, say=console.say)
     loaded = load_model(
         args.model,
@@ -255,6 +270,18 @@ def _sources(
         rope_scaling=args.rope_scaling,
         say=console.say,
     )
+    return loaded, haystack
+
+
+def _model_sources(
+    args: argparse.Namespace, loaded: LoadedModel, haystack: Haystack, specs: Any, contexts: list[int], indexes: list[str]
+) -> list[Any]:
+    """Of a model: one source a place of the index, all of them checked and nothing prefilled."""
+    from fathom_eval.fidelity_windows import Windows
+    from fathom_eval.offload.bench.sources import PrefixSource
+    from fathom_eval.offload.scans import check_spec
+    from fathom_eval.prefill import prefill
+
     for spec in specs:
         check_spec(spec, loaded.facts)
     windows = Windows(loaded.tokenizer, haystack, 0)
@@ -275,13 +302,6 @@ def _check_lanes(batch: int, heads: int, lanes: int, last: int | None) -> None:
         lanes_of(batch, heads, lanes, last)
     except UserError as error:
         raise UserError(f"--lanes {lanes} --batch {batch}{'' if last is None else f' --last-lane {last}'}: {error}") from None
-
-
-def _factors(text: str) -> list[float]:
-    try:
-        return sorted({float(word) for word in words(text, "--rerank")})
-    except ValueError:
-        raise UserError(f"--rerank: '{text}' is not a list of numbers of at least 1") from None
 
 
 def _open(args: argparse.Namespace, console: Console, device: torch.device, identity: dict[str, Any]) -> Run:
@@ -333,7 +353,9 @@ def _step_line(record: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def _finish(console: Console, opened: Run) -> int:
+def _finish(console: Console, opened: Run, *, report: bool = True) -> int:
+    if report:
+        console.say(f"its tables and figures: fathom-eval report {shlex.quote(str(opened.path))}")
     console.document({"run": str(opened.path), "records": opened.records()})
     console.result(opened.path, "run")
     return 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom_eval.commands.arguments import add_model_arguments, at_least_one, numbers, words
+from fathom_eval.commands.arguments import add_model_arguments, at_least_one, check_model_arguments, numbers, words
 from fathom_eval.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -60,31 +60,36 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def run(args: argparse.Namespace) -> int:
     """Check everything cheap, load the model, measure, save."""
+    from fathom_eval.checkpoints import check_spec
     from fathom_eval.console import Console
+    from fathom_eval.tasks.haystack import SOURCES
 
     console = Console(quiet=args.quiet, json=args.json)
     if args.list:
         return _list(console)
-    from fathom_eval.layer_plan import check_means
-    from fathom_eval.selection import Policy
-
     means = numbers(args.plan, "--plan") if args.plan is not None else []
-    check_means(means)
     windows = _check_lengths(args, planned=bool(means))
     if args.plan_basis not in _BASES:
         raise UserError(f"unknown --plan-basis '{args.plan_basis}'; {did_you_mean(args.plan_basis, _BASES)}")
-    if means:
-        Policy().check(args.plan_k, "--plan-k")
     if args.text is not None and args.trajectories is not None:
         raise UserError("statistics come from --text or from --trajectories: give one of them")
     if args.trajectories is None and (args.repo is not None or args.exclude_repo is not None):
         raise UserError("--repo and --exclude-repo go with --trajectories")
     path = _path(args)
-    haystack = None if args.trajectories is not None else _haystack(args, console)
+    check_spec(args.model)
+    haystack = _haystack(args, console) if args.trajectories is None and (args.text or "auto") not in SOURCES else None
 
+    check_model_arguments(args)  # imports torch, as what follows does
+    from fathom_eval.layer_plan import check_means
     from fathom_eval.models import load_model
     from fathom_eval.reports.wording import count
+    from fathom_eval.selection import Policy
 
+    check_means(means)
+    if means:
+        Policy().check(args.plan_k, "--plan-k")
+    if haystack is None and args.trajectories is None:
+        haystack = _haystack(args, console)
     loaded = load_model(
         args.model,
         dtype=args.dtype,
@@ -137,7 +142,7 @@ def _check_lengths(args: argparse.Namespace, *, planned: bool) -> int:
 
 def _path(args: argparse.Namespace) -> Path | None:
     """Where the file goes, if that is known without the model."""
-    from fathom_eval.calibration_file import SUFFIX, calibration_path
+    from fathom_eval.calibration_names import SUFFIX, calibration_path
 
     if args.name is not None and args.output is not None:
         raise UserError("give --name or --output: a file outside the cache is named by its path")
@@ -156,7 +161,7 @@ def _path(args: argparse.Namespace) -> Path | None:
 def _default_path(args: argparse.Namespace, loaded: LoadedModel, source: TokenSource) -> Path:
     import re
 
-    from fathom_eval.calibration_file import calibration_path
+    from fathom_eval.calibration_names import calibration_path
 
     parts = (Path(loaded.facts.name).name, Path(source.name).stem, args.context)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, parts))).strip("-._")[:100] or "calibration"
@@ -260,7 +265,8 @@ def _list(console: Console) -> int:
 
     import pandas as pd
 
-    from fathom_eval.calibration_file import calibration_path, calibrations_folder, load_calibration, stored_names
+    from fathom_eval.calibration_file import load_calibration
+    from fathom_eval.calibration_names import calibration_path, calibrations_folder, stored_names
 
     rows, documents, unreadable = [], [], []
     for name in stored_names():

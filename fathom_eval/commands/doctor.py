@@ -74,6 +74,7 @@ def examine(*, offline: bool) -> dict[str, Any]:
     unneeded = _CONVERTERS if model["cached"] else ()
     needed = [package.name for package in _PACKAGES if package.needed and package.name not in unneeded]
     torch_report, torch_trouble = _torch_report()
+    plug_ins = {} if torch_report["threads"] is None else _plug_ins()
     missing = [f"{name} is not installed" for name in needed if versions[name] is None] + torch_trouble + model_trouble
     return {
         "versions": versions,
@@ -83,6 +84,7 @@ def examine(*, offline: bool) -> dict[str, Any]:
         **torch_report,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
+        "plug_ins": plug_ins,
         "default_model": model,
         "hub": _hub_state(offline),
         "missing": missing,
@@ -123,6 +125,13 @@ def _torch_report() -> tuple[dict[str, Any], list[str]]:
             {"device": f"cuda:{index}", "name": properties.name, "capability": capability, "memory_bytes": total, "free_bytes": free}
         )
     return {"devices": devices, "threads": torch.get_num_threads()}, trouble
+
+
+def _plug_ins() -> dict[str, str]:
+    """The methods that other packages give, each with what is wrong with it. A broken one keeps no other method from running."""
+    from fathom_eval.methods import plug_in_problems
+
+    return plug_in_problems()
 
 
 def _default_model(offline: bool) -> tuple[dict[str, Any], list[str]]:
@@ -212,6 +221,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines.append(f"{'cache':<14}{model['cache']}, {_size(model['cache_free_bytes'])} free{writable}")
     lines.append(f"{'default model':<14}{model['name']}: {'cached' if model['cached'] else 'not cached, fetched at the first run'}")
     lines.append(f"{'model hub':<14}{report['hub']}")
+    for name, problem in report["plug_ins"].items():
+        lines.append(f"{'plug-in':<14}{name}: {f'left out of every run: {problem}' if problem else 'can be used'}")
     lines.append("")
     lines.append("ready: a run on the default model can start" if report["ready"] else f"missing: {'; '.join(report['missing'])}")
     return lines

@@ -7,7 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name
+from fathom_eval.commands.arguments import (
+    add_model_arguments,
+    add_output_arguments,
+    at_least_one,
+    check_model_arguments,
+    device_name,
+)
+from fathom_eval.commands.failures import add_retry_argument, warn_of_failures, warn_without_result
+from fathom_eval.commands.resuming import deciding_arguments, defer_defaults, take_over
 from fathom_eval.commands.spreading import (
     add_worker_arguments,
     check_workers,
@@ -50,10 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trajectories", metavar="SET", help="windows of agent sessions instead: file, folder, hub id, or builtin")
     add("--trajectories-revision", metavar="R", help="branch, tag or commit of a hub set")
     add("--default-repo", default="", metavar="REPO", help="repository of trajectories that name none")
-    add("--seed", type=int, default=0, metavar="S", help="of the windows (default: 0)")
+    add("--seed", type=int, default=0, metavar="S", help="of the windows: any whole number (default: 0)")
     add_worker_arguments(parser)
     add_model_arguments(parser)
+    add_retry_argument(parser)
     add_output_arguments(parser, "fidelity")
+    defer_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.checkpoints import check_spec
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec
-    from fathom_eval.methods.possible import Possible
-    from fathom_eval.reports.wording import count
+    from fathom_eval.methods.possible import Possible, check_options
+    from fathom_eval.reports.wording import count, join
     from fathom_eval.run import Run, default_run_path
     from fathom_eval.run_files import check_free_space
     from fathom_eval.tasks.haystack import Haystack
@@ -71,15 +81,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console(quiet=args.quiet, json=args.json)
     if args.list_suites:
         return _list_suites(console)
+    take_over(args, "fidelity", console.say)
     choice = choose(args, console)
     specs, contexts, k_values = choice.specs, choice.contexts, choice.k_values
     at_least_one(args.windows, "--windows")
     at_least_one(args.positions, "--positions")
     check_workers(args)
+    check_model_arguments(args)
+    for k in k_values:
+        if short := [f"{context:,}" for context in contexts if context <= k]:
+            console.warn(f"k={k} selects every key of a context of {join(short)}: what a method would select makes no difference there")
     possible = Possible(specs)
     possible.keep(k_values, MethodSpec.check_k, console.say)
-    if args.output is not None:
-        Run.check(Path(args.output))
+    possible.keep(k_values, check_options, console.say)
     if args.trajectories is not None and args.haystack is not None:
         raise UserError("windows come from --haystack or from --trajectories: give one of them")
     check_spec(args.model)  # before a text is waited for
@@ -123,11 +137,12 @@ def run(args: argparse.Namespace) -> int:
             "rope_scaling": args.rope_scaling,
             **choice.settings,
         },
+        "arguments": deciding_arguments(args),
     }
     with Run.open(path, identity=identity, details=details) as opened:
         for problem in opened.problems:
             console.warn(problem)
-        units = missing_units(opened, contexts, args.windows, branches)
+        units = missing_units(opened, contexts, args.windows, branches, retry_failed=args.retry_failed)
         kept = f"; {count(len(opened), 'record')} there already" if len(opened) else ""
         console.say(
             f"{facts.name} ({facts.dtype}, {facts.place}), {title}: {count(len(units), 'window')} to do, "
@@ -202,13 +217,10 @@ def _list_suites(console: Console) -> int:
 def _report(console: Console, opened: Run, choice: Choice) -> int:
     from fathom_eval.reports.build import build_report
     from fathom_eval.reports.fidelity import fidelity_frame, fidelity_results, fidelity_table
-    from fathom_eval.reports.wording import count
 
     files = build_report([opened.path], opened.path / "report")
     frame = fidelity_frame(opened.iter_records())
-    for row in frame[frame["failures"] > 0].to_dict(orient="records"):
-        at = "" if row["k"] != row["k"] else f" at k={int(row['k'])}"
-        console.warn(f"{row['method']}{at} failed in {count(row['failures'], 'window')}: {row['failure']}")
+    failures = warn_of_failures(console, opened.iter_records(), "window")
     table = fidelity_table(frame)
     console.table(table, title="error of each method's attention outputs (bits: scan bits per token, KV head and layer)")
     suite = report_suite(console, opened, choice) if choice.suite is not None else {}
@@ -226,4 +238,5 @@ def _report(console: Console, opened: Run, choice: Choice) -> int:
     console.result(opened.path, "run")
     console.result(files.csv, "csv")
     console.result(files.html, "html")
+    warn_without_result(console, failures)
     return 0

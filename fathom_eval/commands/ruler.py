@@ -8,7 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers, words
+from fathom_eval.commands.arguments import (
+    add_model_arguments,
+    add_output_arguments,
+    at_least_one,
+    check_model_arguments,
+    device_name,
+    numbers,
+    words,
+)
+from fathom_eval.commands.failures import add_retry_argument, warn_of_failures, warn_without_result
+from fathom_eval.commands.resuming import deciding_arguments, defer_defaults, take_over
 from fathom_eval.commands.spreading import (
     add_runtime_argument,
     add_worker_arguments,
@@ -22,7 +32,7 @@ from fathom_eval.commands.spreading import (
     write_prompt,
 )
 from fathom_eval.errors import UserError
-from fathom_eval.run import MANIFEST, Run, default_run_path
+from fathom_eval.run import Run, default_run_path
 from fathom_eval.run_files import check_free_space
 
 if TYPE_CHECKING:
@@ -48,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", default="2048", metavar="N,N", help="prompt tokens (default: 2048)")
     add("--k", default="128", metavar="K,K", help="keys a query head attends to (default: 128)")
     add("--limit", type=int, default=8, metavar="N", help="samples of each task and context (default: 8)")
-    add("--seed", type=int, default=0, metavar="S", help="of the samples (default: 0)")
+    add("--seed", type=int, default=0, metavar="S", help="of the samples: any whole number (default: 0)")
     add("--haystack", default="auto", metavar="H", help="wikitext, python-docs, a text file, or auto (default)")
     add("--decoys", type=int, default=7, metavar="N", help="of niah_multikey (default: 7)")
     add("--chat-template", action="store_true", help="use the model's chat template")
@@ -59,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runtime_argument(parser)
     add_worker_arguments(parser)
     add_model_arguments(parser)
+    add_retry_argument(parser)
     add_output_arguments(parser, "ruler")
+    defer_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.checkpoints import check_spec
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec, parse_methods
-    from fathom_eval.methods.possible import Possible
+    from fathom_eval.methods.possible import Possible, check_options
     from fathom_eval.tasks.haystack import load_haystack
     from fathom_eval.tasks.samples import find_task
 
     console = Console(quiet=args.quiet, json=args.json)
+    take_over(args, "ruler", console.say)
     specs = parse_methods(args.methods)
     specs += [spec for spec in parse_methods("dense,exact") if spec not in specs]  # the references beside every cell
     tasks = [find_task(name).name for name in dict.fromkeys(words(args.tasks, "--tasks"))]
@@ -81,14 +94,14 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args.batch_size, "--batch-size")
     check_workers(args)
     check_runtime_argument(args)
+    check_model_arguments(args)
     possible = Possible(specs)
     possible.keep(k_values, MethodSpec.check_k, console.say)
+    possible.keep(k_values, check_options, console.say)
     if args.decoys < 0:
         raise UserError(f"--decoys {args.decoys} must be at least 0")
-    if args.output is not None:
-        Run.check(Path(args.output))
     check_spec(args.model)  # before a text is waited for
-    haystack = load_haystack(_haystack_of_run(args), offline=args.offline, say=console.say)
+    haystack = load_haystack(args.haystack, offline=args.offline, say=console.say)
 
     from fathom_eval.offload.branches import check_runtime, describe_split
     from fathom_eval.ruler import RulerWork, all_branches, missing_units, run_identity, versions
@@ -126,13 +139,14 @@ def run(args: argparse.Namespace) -> int:
             "chat_template": args.chat_template,
             **({} if args.runtime is None else {"runtime": args.runtime}),
         },
+        "arguments": deciding_arguments(args),
     }
     with Run.open(path, identity=identity, details=details) as opened:
         for problem in opened.problems:
             console.warn(problem)
         if args.log_samples:
             _log_samples(opened.path, builder, tasks, contexts, args.limit)
-        units = missing_units(opened, tasks, contexts, args.limit, branches)
+        units = missing_units(opened, tasks, contexts, args.limit, branches, retry_failed=args.retry_failed)
         everything = [k for k in k_values if k >= min(contexts)]
         if everything:
             console.warn(f"k={everything[0]} selects every token of {min(contexts)}: all methods equal dense there")
@@ -201,13 +215,11 @@ def _report(console: Console, opened: Run) -> int:
     import pandas
 
     from fathom_eval.reports.build import build_report
-    from fathom_eval.reports.failed import failed_methods
     from fathom_eval.reports.tables import summary_table
 
     records = opened.records()
     files = build_report([opened.path], opened.path / "report")
-    for line in failed_methods(records, "sample"):
-        console.warn(line)
+    failures = warn_of_failures(console, records, "sample")
     table = summary_table(records)
     console.table(table, title="score of each method (bits: scan bits per token, KV head and layer)")
     rows = json.loads(pandas.read_csv(files.csv).to_json(orient="records"))
@@ -215,6 +227,7 @@ def _report(console: Console, opened: Run) -> int:
     console.result(opened.path, "run")
     console.result(files.csv, "csv")
     console.result(files.html, "html")
+    warn_without_result(console, failures)
     return 0
 
 
@@ -225,15 +238,6 @@ def _say_plan(console: Console, opened: Run, units: int, branches: int, loaded: 
     console.say(
         f"{facts.name} ({facts.dtype}, {facts.place}), haystack {haystack}: {units} samples to do, up to {branches} branches each{kept}"
     )
-
-
-def _haystack_of_run(args: argparse.Namespace) -> str:
-    """``auto`` is what the run that is resumed took, so that a network that came or went does not make it another run."""
-    if args.haystack == "auto" and args.output is not None and (Path(args.output) / MANIFEST).exists():
-        name = Run.load(Path(args.output)).manifest.get("haystack", {}).get("name")
-        if name in ("wikitext", "python-docs"):
-            return str(name)
-    return str(args.haystack)
 
 
 def _log_samples(path: Path, builder: SampleBuilder, tasks: list[str], contexts: list[int], limit: int) -> None:

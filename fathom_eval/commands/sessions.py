@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom_eval.commands.arguments import add_model_arguments, add_output_arguments, at_least_one, device_name, numbers
+from fathom_eval.commands.arguments import (
+    add_model_arguments,
+    add_output_arguments,
+    at_least_one,
+    check_model_arguments,
+    device_name,
+    numbers,
+)
+from fathom_eval.commands.failures import add_retry_argument, warn_of_failures, warn_without_result
+from fathom_eval.commands.resuming import deciding_arguments, defer_defaults, take_over
 from fathom_eval.commands.sessions_inspect import (
     add_inspect_arguments,
     add_reading_arguments,
@@ -62,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--session-tokens", metavar="LOW:HIGH", help="default: 80000:100000, or what model and set can hold")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="limit of a step (default: 256)")
     add_rendering_arguments(parser, "the model's chat template")
-    add("--seed", type=int, default=0, metavar="S", help="of the sessions (default: 0)")
+    add("--seed", type=int, default=0, metavar="S", help="of the sessions: any whole number (default: 0)")
     add("--baseline", metavar="METHOD", help=f"what the others are compared with (default: {_BASELINE})")
     add("--no-recorded-text", action="store_true", help="keep no recorded step: what was generated, scores and ids")
     add("--no-text", action="store_true", help="keep no generated step either; its token ids stay")
@@ -71,10 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runtime_argument(parser)
     add_worker_arguments(parser)
     add_model_arguments(parser)
+    add_retry_argument(parser)
     add_output_arguments(parser, "sessions")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     add("--log_samples", dest="log_samples", action="store_true", **hidden)
     add("--batch_size", dest="batch_size", type=int, **hidden)
+    defer_defaults(parser)
     actions = parser.add_subparsers(dest="action", help=argparse.SUPPRESS, prog=f"{parser.prog}")
     text = "What a file holds: format, trajectories, repositories, tokens, sessions it can give, what was skipped and why."
     action = actions.add_parser(
@@ -101,24 +112,25 @@ def run(args: argparse.Namespace) -> int:
     from fathom_eval.calibration_file import calibration_warnings
     from fathom_eval.console import Console
     from fathom_eval.methods import MethodSpec, parse_methods
-    from fathom_eval.methods.possible import Possible
+    from fathom_eval.methods.possible import Possible, check_options
     from fathom_eval.run import Run
 
     console = Console(quiet=args.quiet, json=args.json)
+    take_over(args, "sessions", console.say)
     specs, k_values = parse_methods(args.methods), numbers(args.k, "--k")
     for value, flag in ((args.sessions, "--sessions"), (args.max_new_tokens, "--max-new-tokens"), (args.batch_size, "--batch-size")):
         at_least_one(value, flag)
     check_workers(args)
     check_runtime_argument(args)
+    check_model_arguments(args)
     if args.no_recorded_text and args.log_samples:
         raise UserError("--log-samples keeps prompts, which are recorded text: leave it out or --no-recorded-text")
     if args.trajectories_revision is not None and args.trajectories is None:
         raise UserError("--trajectories-revision goes with the hub id that --trajectories names")
     possible = Possible(specs)
     possible.keep(k_values, MethodSpec.check_k, console.say)
+    possible.keep(k_values, check_options, console.say)
     baseline = _baseline(args.baseline, possible.specs)
-    if args.output is not None:
-        Run.check(Path(args.output))
     _check_source(args)
 
     from fathom_eval.agent_sessions import DecodeSettings, SessionWork, missing_units, run_identity, step_branches, with_controls
@@ -174,11 +186,12 @@ def run(args: argparse.Namespace) -> int:
             "seed": args.seed,
             **({} if args.runtime is None else {"runtime": args.runtime}),
         },
+        "arguments": deciding_arguments(args),
     }
     with Run.open(path, identity=identity, details=details) as opened:
         for problem in opened.problems:
             console.warn(problem)
-        units = missing_units(opened, data, branches)
+        units = missing_units(opened, data, branches, retry_failed=args.retry_failed)
         kept = f"; {len(opened)} records are there already" if len(opened) else ""
         console.say(
             f"{facts.name} ({facts.dtype}, {facts.place}), trajectories: {source.name}; {data.rendering}: "
@@ -253,18 +266,17 @@ def _results(
 
 def _report(console: Console, opened: Run) -> int:
     from fathom_eval.reports.build import build_report
-    from fathom_eval.reports.failed import failed_methods
     from fathom_eval.reports.sessions import session_results, summary_table
 
     files = build_report([opened.path], opened.path / "report")
-    for line in failed_methods(opened.iter_records(), "session"):
-        console.warn(line)
+    failures = warn_of_failures(console, opened.iter_records(), "session")
     table = summary_table(opened)
     console.table(table, title="agreement of each step with that of exact top-k at the same k")
     console.document({"run": str(opened.path), "html": str(files.html), "csv": str(files.csv), "table": session_results(opened)})
     console.result(opened.path, "run")
     console.result(files.csv, "csv")
     console.result(files.html, "html")
+    warn_without_result(console, failures)
     return 0
 
 

@@ -24,7 +24,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     counting.add_argument("--tokenizer", metavar="TOKENIZER", help="count tokens with this tokenizer (folder or hub id)")
     add_rendering_arguments(parser, "the tokenizer's chat template")
     parser.add_argument("--session-tokens", default="80000:100000", metavar="LOW:HIGH", help="tokens of a session (default: 80000:100000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sessions: any whole number (default: 0)")
     parser.add_argument("--offline", action="store_true", help="never touch the network")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -114,8 +114,7 @@ def _encoder(args: argparse.Namespace, console: Console) -> tuple[TrajectoryEnco
     try:
         tokenizer = load_tokenizer(spec, offline=args.offline)
     except UserError as error:
-        console.warn(f"{error}; words are counted instead")
-        return None, "words of the plain rendering, since the tokenizer is not available"
+        raise UserError(f"{error}; without {'--model' if args.model else '--tokenizer'} words are counted") from None
     renderer, why = choose_renderer(tokenizer, rendering_choice(args))
     cache = EncodedCache()
     if cache.temporary:

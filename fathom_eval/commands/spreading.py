@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fathom_eval.workers import Measured, ModelRequest, Slot, Work
 
 UnitT = TypeVar("UnitT")
+INDEX_PLACES = ("host", "hbm")
+"""Where the index of ``--runtime`` can lie."""
 
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def add_runtime_argument(parser: argparse.ArgumentParser) -> None:
 
 def check_runtime_argument(args: argparse.Namespace) -> None:
     """Raise UserError for a place where no index lies."""
-    if args.runtime not in (None, "host", "hbm"):
+    if args.runtime not in (None, *INDEX_PLACES):
         raise UserError(f"--runtime {args.runtime}: the index lies in 'host' or in 'hbm'")
 
 

@@ -11,9 +11,8 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fathom_eval.errors import METHOD_ERRORS, UserError, did_you_mean
@@ -25,6 +24,7 @@ from fathom_eval.methods.fathom import Fathom
 from fathom_eval.methods.h2o import H2O
 from fathom_eval.methods.infinigen import InfiniGen, InfiniGenPublished, InfiniGenSkewed
 from fathom_eval.methods.infllm import InfLLM, InfLLMPublished
+from fathom_eval.methods.installed import installed_methods
 from fathom_eval.methods.landmark import Landmark
 from fathom_eval.methods.loki import Loki, LokiPublished
 from fathom_eval.methods.magicpig import MagicPIG, MagicPIGPublished
@@ -164,15 +164,12 @@ def registry(wanted: str | None = None) -> dict[str, type[Method]]:
         UserError: The entry point of that name is a broken one.
     """
     methods = {method.name: method for method in BUILT_IN}
-    for entry in entry_points(group="fathom_eval.methods"):
-        try:
-            method = _loaded(entry, methods)
-        except UserError as error:
-            if entry.name == wanted and wanted not in methods:
-                raise
-            _warn(str(error))
-            continue
-        methods[method.name] = method
+    installed, broken = installed_methods(methods)
+    methods |= installed
+    for name, error in broken.items():
+        if name == wanted and wanted not in methods:
+            raise error
+        _warn(str(error))
     return methods
 
 
@@ -182,20 +179,18 @@ def plug_ins() -> tuple[str, ...]:
     return tuple(name for name in registry() if name not in built_in)
 
 
-def _loaded(entry: EntryPoint, methods: Container[str]) -> type[Method]:
-    try:
-        method = entry.load()
-    except METHOD_ERRORS as error:
-        raise UserError(f"the method plug-in '{entry.name}' ({entry.value}) cannot be loaded: {one_line(error)}") from error
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is not a subclass of Method")
-    if (name := getattr(method, "name", None)) is None:
-        raise UserError(f"the entry point '{entry.name}' of group fathom_eval.methods is a method without a name")
-    if not (isinstance(name, str) and name and not set(name) & set(":,= \t\n")):
-        raise UserError(f"the entry point '{entry.name}' names a method {name!r}, which a list of methods cannot name")
-    if name in methods:
-        raise UserError(f"the entry point '{entry.name}' names a method '{name}', which exists already")
-    return method
+def plug_in_problems() -> dict[str, str]:
+    """Every method that installed packages give, with what keeps it from running without options; empty if nothing does."""
+    installed, broken = installed_methods(method.name for method in BUILT_IN)
+    problems = {name: str(error) for name, error in broken.items()}
+    for name in installed:
+        try:
+            spec = parse_method(name)
+            asked(spec.method, "label", functools.partial(getattr, spec, "label"))
+            problems[name] = ""
+        except UserError as error:
+            problems[name] = str(error)
+    return problems
 
 
 @functools.cache
@@ -344,7 +339,7 @@ def parse_method(text: str) -> MethodSpec:
 
 
 def parse_methods(text: str) -> list[MethodSpec]:
-    """A comma-separated list of methods.
+    """A comma-separated list of methods. Nothing between two commas is no method.
 
     ``paper`` stands for the scans of the paper's main tables and ``all`` for :data:`EVERY` and the :func:`plug_ins` as they are without
     options, all of them optional unless they are named beside it. A plug-in that cannot be made without options is left out of ``all``.
@@ -355,7 +350,7 @@ def parse_methods(text: str) -> list[MethodSpec]:
     if not text.strip(" ,"):
         raise UserError("the list of methods is empty: name some, as in sparq,quest, or give paper or all")
     specs: dict[MethodSpec, MethodSpec] = {}
-    for word in text.split(","):
+    for word in filter(str.strip, text.split(",")):
         optional = word.strip() == "all"
         further = _made(plug_ins()) if optional else []
         for made in (*map(parse_method, _NAMED.get(word.strip(), (word,))), *further):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,30 @@ class Possible:
                 continue
             kept.append(spec)
         self.specs = kept
+
+
+def check_options(spec: MethodSpec, k_values: Sequence[int]) -> None:
+    """Raise :class:`UserError` for an option of a built-in method that works with no model, whatever k.
+
+    That is what several models refuse in the same words: a refusal that comes from the model names what the model has.
+    """
+    from fathom_eval.methods import BUILT_IN, asked
+    from fathom_eval.models import ModelFacts
+
+    if type(spec.method) not in BUILT_IN:
+        return
+    refusals = set()
+    for number, (layers, query_heads, kv_heads, head_dim) in enumerate(((30, 9, 3, 64), (36, 32, 8, 128), (32, 32, 32, 80))):
+        name = f"model {number}"
+        facts = ModelFacts(name, name, layers, query_heads, kv_heads, head_dim, number > 0, 2**20, (), f"type {number}", "cpu", name, name)
+        try:
+            asked(spec.method, "check", functools.partial(spec.method.check, facts))
+        except UserError as error:
+            refusals.add(str(error))
+        else:
+            return
+    if len(refusals) == 1:
+        raise UserError(refusals.pop())
 
 
 def _label(spec: MethodSpec) -> str:

@@ -16,7 +16,7 @@ import torch
 from fathom_eval.batches import Batches, unmeasured
 from fathom_eval.captures import CaptureError
 from fathom_eval.decode import BranchResult, DecodeProgress, impossible_reads
-from fathom_eval.errors import METHOD_ERRORS, UserError
+from fathom_eval.errors import METHOD_ERRORS, UserError, raised_at
 from fathom_eval.gguf_models import one_line
 from fathom_eval.kernels.attend import workspace_size
 from fathom_eval.kernels.pack import BLOCK
@@ -112,7 +112,7 @@ class RuntimeDecoder:
         except METHOD_ERRORS as error:
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"the prefix: {type(error).__name__}: {one_line(error)}") from error
+            raise UserError(f"the prefix: {type(error).__name__}: {one_line(error)}{raised_at(error)}") from error
         stops = StopStrings(loaded.tokenizer, stop_strings, prefix.token_ids, 1) if stop_strings else None
         opened = open_step(weights, facts, prefix, branch, scan, max_new_tokens, index=self.index, score_dtype=self._score_dtype)
         with opened as step:
@@ -148,7 +148,7 @@ def _problem_of(error: BaseException) -> str:
     lack = _lack_of_memory(error)
     if lack is not None:
         return f"out of memory: {one_line(lack, 120)}"
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}{raised_at(error)}"
 
 
 def _lack_of_memory(error: BaseException | None) -> BaseException | None:

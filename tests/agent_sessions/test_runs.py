@@ -121,8 +121,11 @@ def test_the_timed_step_gives_the_records_of_lock_step_decoding(
         memory = record["memory"]
         assert memory["held_bytes"] == pytest.approx(memory["estimated_held_bytes"], rel=0.02)
         assert memory["held_bytes"] < one[key]["memory"]["held_bytes"]
-    assert main(arguments(output=tmp_path / "step", **methods)) == 2
-    assert "runtime" in capsys.readouterr().err
+    other = "hbm" if index == "host" else "host"
+    assert main(arguments(output=tmp_path / "step", runtime=other, **methods)) == 2
+    assert f"--runtime {index} there, --runtime {other} now" in capsys.readouterr().err
+    assert main(arguments(output=tmp_path / "step", **methods)) == 0
+    assert f"as in {tmp_path / 'step'}: --runtime {index}\n" in capsys.readouterr().out
     # An added method is compared with the steps that are there.
     assert main(arguments(output=tmp_path / "step", runtime=index, methods=f"{methods['methods']},loki")) == 0
     added = by_branch(tmp_path / "step")[0, parse_method("loki").label, 400]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from fathom_eval.errors import UserError
 from fathom_eval.models import LoadedModel
 from fathom_eval.run import Run
 from fathom_eval.sessions import builtin
+from fathom_eval.tasks import haystack
 from tests.calibration.made import prose
 from tests.tiny import save_tiny
 
@@ -88,18 +91,46 @@ def test_the_command_saves_what_methods_take_by_name(
         ({"name": "a:b"}, "'a:b' cannot name a calibration"),
         ({"name": None, "output": "x.pt"}, "must end in .safetensors"),
         ({"repo": "a/b"}, "go with --trajectories"),
+        ({"text": None, "dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"text": None, "device": "tpu"}, "unknown device 'tpu'"),
+        ({"text": None, "rope_scaling": "foo:4"}, "unknown rope scaling 'foo:4'"),
         ({"trajectories": "builtin"}, "give one of them"),
         ({"tokens": 90000}, "tokens, 90,000 are needed|tokens, 89,"),
         ({"context": 4000, "tokens": 4000}, "exceeds the 2048 positions"),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(
-    arguments: Callable[..., list[str]], changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: Callable[..., list[str]],
+    changes: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(haystack, "_automatic", lambda *_: pytest.fail("a text was looked for first"))
     assert cli.main(arguments("--quiet", **changes)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
+
+
+def test_what_needs_no_model_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    commands = {
+        "--tokens 0": "--tokens 0 must be at least 1",
+        "--name a/b": "'a/b' cannot name a calibration",
+        f"--text {tmp_path}/missing.txt": f"haystack file '{tmp_path}/missing.txt' does not exist",
+        "--plan-basis kl": "unknown --plan-basis 'kl'",
+        "--model /no/such/model": "there is no model folder or file",
+    }
+    program = "import sys; from fathom_eval.cli import main; codes = [main(['calibrate', *line.split()]) for line in sys.argv[1:]]"
+    told = subprocess.run(
+        [sys.executable, "-c", f"{program}; print(set(codes), 'torch' in sys.modules)", *commands],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "{2} False\n"
+    for line, said in zip(told.stderr.splitlines(), commands.values(), strict=True):
+        assert line.startswith(f"error: {said}")
 
 
 def test_trajectories_of_chosen_repositories(tiny: LoadedModel) -> None:

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from fathom_eval.cli import main
+from fathom_eval.commands.bench import default_methods
+from fathom_eval.methods import parse_methods
 from fathom_eval.offload.bench import steps
 from fathom_eval.offload.bench.sources import SyntheticSource
 from fathom_eval.offload.weights import SHAPES
 from fathom_eval.reports import build_report
 from tests.offload.bench_runs import TINY, records
+from tests.tiny import save_tiny
 
 
 def test_a_step_is_recorded_whole_and_only_once(
@@ -51,6 +54,40 @@ def test_a_step_is_recorded_whole_and_only_once(
     monkeypatch.setattr(SyntheticSource, "build", lambda source: pytest.fail("nothing is missing, and memory was taken"))
     assert main(command) == 0
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_the_methods_of_the_default_read_the_same_share_of_every_head_dim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = [spec.label for spec in parse_methods(default_methods(128))]
+    assert labels[3:5] == ["sparq r=16", "double_sparsity c=32"], "as published: a change would time them again"
+    assert labels[:3] == [f"fathom budget={budget} basis=raw" for budget in (40, 48, 64)]
+    assert [spec.method.name for spec in parse_methods(default_methods(None))[5:]] == ["full", "landmark", "thumbnail"]
+
+    monkeypatch.setattr(steps, "time_in_turn", lambda runs, *_, real=steps.time_in_turn, **options: real(runs, 1, 0, **options))
+    model = save_tiny(tmp_path / "model", layers=2, query_heads=4, kv_heads=2, head_dim=16, max_positions=2048)
+    for flags, r, c, place in (
+        (TINY, 4, 8, "shape"),
+        (["bench", "step", "--model", str(model), "--contexts", "300", "--k", "96"], 2, 4, "m"),
+    ):
+        command = [*flags, "--device", "cpu", "--repeats", "1", "--output", str(tmp_path / place)]
+        assert main(command + (["--offline"] if place == "m" else [])) == 0
+        found = {one["label"]: one["options"] for one in records(tmp_path / place)}
+        assert len(found) == 8
+        assert (found[f"sparq r={r}"]["r"], found[f"double_sparsity c={c}"]["c"]) == (str(r), str(c))
+        assert json.loads((tmp_path / place / "manifest.json").read_text())["settings"]["methods"] == default_methods(8 * r)
+        said = capsys.readouterr().out
+        assert "the step runs the torch references themselves" in said
+        assert "rows and selection checked; its scores and attention are those of the references" in said
+        assert said.splitlines()[-2:] == [
+            f"its tables and figures: fathom-eval report {tmp_path / place}",
+            f"run: {tmp_path / place}",
+        ]
+
+
+def test_what_a_check_on_a_gpu_found_is_said_in_words() -> None:
+    found = steps._checked({"scores": 1.2345e-4, "attention": 3e-3}, torch.device("cuda"))
+    assert found == "checked, relative errors of scores 1.2e-04 and attention 3.0e-03"
 
 
 def test_rows_of_the_cpu_are_a_variant_of_their_own(tmp_path: Path) -> None:

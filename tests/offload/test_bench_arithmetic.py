@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fathom_eval.calibration import Basis
-from fathom_eval.commands.bench import _TIMED
+from fathom_eval.commands.bench import default_methods
 from fathom_eval.methods import parse_method, parse_methods
 from fathom_eval.offload.arena import Arena, SegmentShape
 from fathom_eval.offload.bench import steps
@@ -63,9 +63,9 @@ def test_the_table_of_all_contexts_is_estimated_to_fit_a_short_loan(monkeypatch:
     monkeypatch.setattr(Arena, "check", lambda *arguments, **options: None)
     recorded = estimate("fathom:budget=48:basis=raw,sparq:r=16,double_sparsity:c=32", [2**20], 26, 4, 2)
     assert 27 < recorded < 54
-    table = estimate(_TIMED, contexts, 80, 5, 1)
+    table = estimate(default_methods(128), contexts, 80, 5, 1)
     assert recorded < table < 300
-    assert estimate(_TIMED, contexts, 80, 20, 1) > table + 15
+    assert estimate(default_methods(128), contexts, 80, 20, 1) > table + 15
 
 
 def test_the_floor_and_the_scan_against_the_link() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fathom_eval.cli import build_parser, main
-from fathom_eval.commands import bench
+from fathom_eval.commands import bench, bench_arguments
 from fathom_eval.commands.bench_arguments import ACTIONS, take_options
 from fathom_eval.errors import UserError
+from fathom_eval.offload.gatherer import GATHERERS
 
 ROOT = Path(__file__).parents[2]
 OF_A_STEP = {
@@ -71,6 +74,32 @@ def test_what_has_no_meaning_is_said_with_who_takes_it(words: str, said: str, ca
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_values_that_no_action_takes_are_found_before_torch_is_imported() -> None:
+    commands = {
+        "step --contexts 0": "--contexts: '0' is not",
+        "step --model tiny-shape --rows disk": "--rows: no 'disk'; choose from both, cpu, gpu",
+        "step --model tiny-shape --index hbn": "--index: no 'hbn'; did you mean 'hbm'?",
+        "step --lanes two": "--lanes: 'two' is not",
+        "step --k 0": "--k 0 must be at least 1",
+        "step --last-lane 0": "--last-lane 0 must be at least 1",
+        "step --host-memory nan": "--host-memory nan must be above 0",
+        "step --rerank 1,nan": "--rerank: '1,nan' is not",
+        "kernels --spread -1": "--spread -1 must be at least 0",
+        "link --repeats 0": "--repeats 0 must be at least 1",
+    }
+    program = "import sys; from fathom_eval.cli import main; codes = [main(['bench', *line.split()]) for line in sys.argv[1:]]"
+    told = subprocess.run(
+        [sys.executable, "-c", f"{program}; print(set(codes), 'torch' in sys.modules)", *commands],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "{2} False\n"
+    for line, said in zip(told.stderr.splitlines(), commands.values(), strict=True):
+        assert line.startswith(f"error: {said}")
+    assert bench_arguments._WORDS == {"rows": GATHERERS, "index": ("host", "hbm")}
 
 
 def test_defaults_are_set_of_what_is_taken_alone() -> None:

@@ -67,10 +67,13 @@ def test_landmarks_of_two_sizes_need_runs_of_their_own(tmp_path: Path, capsys: p
         ([*TINY, "--methods", "fathom:basis=klt:scales=fp8"], "the runtime has no step for this method"),
         ([*TINY, "--methods", "loki:bits=16"], "the runtime has no step for this method"),
         ([*TINY, "--methods", "loki:r=D/5"], "head_dim 32 is not a multiple of 5"),
-        ([*TINY, "--contexts", "5000"], "not a multiple of"),
-        ([*TINY, "--host-memory", "0.0001"], "of host memory and 0 MiB are allowed"),
+        ([*TINY, "--contexts", "5000"], "context 5000 is not a multiple of 4096 tokens, the size of a segment: give 4096 or 8192"),
+        ([*TINY, "--contexts", "100"], "context 100 is not a multiple of 128 tokens, the size of a segment: give 128"),
+        ([*TINY, "--host-memory", "0.0001"], "of host memory and 0.0001 GiB are allowed: give a shorter one or a larger --host-memory"),
+        ([*TINY, "--host-memory", "0"], "--host-memory 0 must be above 0"),
         ([*TINY, "--lanes", "3"], "cannot be shared among 3 lanes"),
         ([*TINY, "--rerank", "x"], "--rerank"),
+        ([*TINY, "--rerank", "0.5"], "--rerank: '0.5' is not a list of numbers of at least 1"),
         ([*TINY, "--spread", "-0.5"], "--spread -0.5 must be at least 0"),
         ([*TINY, "--spread", "nan"], "--spread nan must be at least 0"),
         ([*TINY, "--k", "36"], "k=36"),
@@ -78,13 +81,14 @@ def test_landmarks_of_two_sizes_need_runs_of_their_own(tmp_path: Path, capsys: p
         ([*TINY, "--rows", "gpu,host"], "--rows: no 'host'"),
         ([*TINY, "--lanes", "2", "--rows", "cpu", "--gather-threads", "0"], "--gather-threads 0 must be at least 1"),
         ([*TINY, "--lanes", "2", "--last-lane", "2"], "2 lanes, the last one of 2"),
-        ([*TINY, "--index", "disk"], "'host' or 'hbm', not in 'disk'"),
+        ([*TINY, "--index", "disk"], "--index: no 'disk'; choose from hbm, host"),
+        (["bench", "step", "--model", "tiny-shap", "--device", "cpu"], "unknown model 'tiny-shap'; did you mean 'tiny-shape'?"),
     ],
 )
 def test_what_cannot_be_timed_is_said_in_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if arguments[1] == "step" and "tiny-shape" not in arguments:
+    if arguments[1] == "step" and "--model" not in arguments:
         arguments = [*arguments, "--model", "tiny-shape"]
     assert main([*arguments, "--output", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from fathom_eval.cli import main
 from fathom_eval.errors import UserError
-from fathom_eval.offload.bench.equal_error import equal_error, read_table, table_name, tables_of, write_table
+from fathom_eval.offload.bench.equal_error import equal_error, find_label, read_table, table_name, tables_of, write_table
 from fathom_eval.run import PACKED, RECORDS, Run
 
 
@@ -127,6 +128,33 @@ def test_several_references_each_have_their_lines() -> None:
         equal_error(KLT_ERRORS, KLT_STEPS, ["double_sparsity c=D/4", "loki r=D/8"])
 
 
+UNION = "double_sparsity c=D/4 attend=union"
+UNION_ERROR = fidelity("double_sparsity", UNION, 68, 0.17, attend="union")
+UNION_STEP = step("double_sparsity", "double_sparsity c=32 attend=union", 136, 112, round="a", options={"attend": "union"})
+
+
+def test_a_reference_is_named_as_a_method_or_by_its_label() -> None:
+    known = {one["label"] for one in KLT_ERRORS} | {UNION, "sparq r=D/4", "sparq r=D/8"}
+    for text, label in (
+        ("sparq r=D/4", "sparq r=D/4"),
+        ("sparq:r=D/4", "sparq r=D/4"),
+        ("sparq", "sparq r=D/8"),
+        ("double_sparsity:attend=union:c=D/4", UNION),
+        ("fathom:basis=klt", "fathom budget=48 basis=klt"),
+    ):
+        assert find_label(text, known) == label
+    for text, hint in (
+        ("sprq", "did you mean one of sparq r=D/4, sparq r=D/8?"),
+        ("sprq:r=D/4", "did you mean one of sparq r=D/4, sparq r=D/8?"),
+        ("sparq:r=D/3", "did you mean 'sparq r=D/[48]'?"),
+        ("landmark", f"choose from {', '.join(sorted(known))}"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"the fidelity run has no '{text}'; ") + hint.replace("?", r"\?")):
+            find_label(text, known)
+    rows = equal_error(KLT_ERRORS, KLT_STEPS, ["loki:r=D/4", "loki r=D/4"])
+    assert [row.reference for row in rows] == ["loki r=D/4"]
+
+
 def test_times_of_one_round_are_compared_first() -> None:
     def fathom(steps: list[dict[str, Any]]) -> tuple[float, float, bool]:
         (row,) = (row for row in equal_error(KLT_ERRORS, steps, "double_sparsity c=D/4") if row.basis == "klt")
@@ -190,15 +218,64 @@ def test_errors_and_steps_of_another_k_are_not_paired() -> None:
         equal_error(other, KLT_STEPS, "double_sparsity c=D/4")
 
 
+def made(tmp_path: Path, errors: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
+    """Arguments for the folders ``errors`` and ``steps``; ``ruler`` is a run beside them."""
+    steps = [{**one, "options": one.get("options", {})} for one in timed]
+    ruler = [{**KLT_ERRORS[0], "kind": "ruler"}]
+    for name, kind, records in (("errors", "fidelity", errors), ("steps", "bench", steps), ("ruler", "ruler", ruler)):
+        with Run.open(tmp_path / name, identity={"benchmark": "step"}, details={"kind": kind}) as opened:
+            opened.append([{"task": "t", "sample": 0, "method_version": 1, **one} for one in records])
+    return ["bench", "equal-error", "--errors", str(tmp_path / "errors"), "--output", str(tmp_path / "steps")]
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    """Arguments for the folders ``errors`` and ``steps``; ``ruler`` is a run beside them."""
-    steps = [{**one, "options": one.get("options", {})} for one in KLT_STEPS]
-    ruler = [{**KLT_ERRORS[0], "kind": "ruler"}]
-    for name, kind, made in (("errors", "fidelity", KLT_ERRORS), ("steps", "bench", steps), ("ruler", "ruler", ruler)):
-        with Run.open(tmp_path / name, identity={"benchmark": "step"}, details={"kind": kind}) as opened:
-            opened.append([{"task": "t", "sample": 0, "method_version": 1, **one} for one in made])
-    return ["bench", "equal-error", "--errors", str(tmp_path / "errors"), "--output", str(tmp_path / "steps")]
+    return made(tmp_path, KLT_ERRORS, KLT_STEPS)
+
+
+def test_the_reference_of_the_default_with_union_is_one_where_it_was_timed(tmp_path: Path) -> None:
+    for name, errors, timed, references in (
+        ("both", [*KLT_ERRORS, UNION_ERROR], [*KLT_STEPS, UNION_STEP], ["double_sparsity c=D/4", UNION]),
+        ("untimed", [*KLT_ERRORS, UNION_ERROR], KLT_STEPS, ["double_sparsity c=D/4"]),
+        ("unmeasured", KLT_ERRORS, [*KLT_STEPS, UNION_STEP], ["double_sparsity c=D/4"]),
+    ):
+        assert main(made(tmp_path / name, errors, timed)) == 0
+        rows = read_table(tmp_path / name / "steps/equal-error-errors.csv")
+        assert list(dict.fromkeys(row.reference for row in rows)) == references
+
+
+def test_a_run_without_the_reference_of_the_default_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = made(tmp_path, KLT_ERRORS[1:3], KLT_STEPS)
+    assert main(command) == 2
+    assert capsys.readouterr().err == (
+        "error: the fidelity run has no 'double_sparsity c=D/4', whose error is the one to reach unless --reference names another of its "
+        "methods: fathom budget=48 basis=klt, loki r=D/4\n"
+    )
+    assert main([*command, "--reference", "loki"]) == 0
+
+
+def test_what_goes_with_a_table_that_is_replaced_is_said(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [*command, "--reference", "loki:r=D/4,double_sparsity"]
+    for flags, warning in (
+        (both, ""),
+        (both, ""),
+        (command, "without lines at the error of loki r=D/4: a table holds the --reference of one call"),
+        (both, ""),
+    ):
+        assert main(flags) == 0
+        assert capsys.readouterr().err == (warning and f"warning: equal-error-errors.csv is replaced, {warning}\n")
+    (tmp_path / "steps/equal-error-errors.csv").write_text("mine\n1\n")
+    assert main(command) == 0
+    said = "warning: equal-error-errors.csv is replaced; what was there is no table of this version\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_line_says_in_how_many_windows_the_error_is_smaller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = [{**one, "error_dense": one["error_dense"] + 0.03 * at, "sample": at} for one in KLT_ERRORS[:2] for at in (0, 1)]
+    assert main(made(tmp_path, [*errors[:3], {**errors[3], "error_dense": 0.24}], KLT_STEPS)) == 0
+    own, other, *_ = capsys.readouterr().out.splitlines()
+    assert "below" not in own, "the reference is not compared with itself"
+    assert other.endswith("the speed of double_sparsity c=D/4 (error 0.2150), below in 1 of 2 windows")
 
 
 def test_the_command_reads_packed_records(command: list[str], tmp_path: Path) -> None:

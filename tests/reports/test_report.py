@@ -344,7 +344,7 @@ def test_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_foreign_record_is_refused(tmp_path: Path) -> None:
-    record = {"kind": "ruler", "task": "vt", "context": "long", "sample": 0, "k": 1, "method": "x", "options": {}, "method_version": 1}
+    record = {"kind": "other", "task": "vt", "context": "long", "sample": 0, "k": 1, "method": "x", "options": {}, "method_version": 1}
     with Run.open(tmp_path / "run", identity={}, details={}) as run:
         run.append([record])
     with pytest.raises(UserError, match="holds no record of kind 'ruler'"):

@@ -95,6 +95,13 @@ def test_damaged_lines_are_counted_and_a_file_without_timings_refused(tmp_path: 
         build_report([lines(tmp_path / "empty.jsonl", [])], tmp_path / "out")
 
 
+def test_a_run_of_the_link_without_a_gpu_says_what_it_holds(tmp_path: Path) -> None:
+    host = {"kind": "link", "measure": "host", "task": "host", "method": "host memory", "name": "host memory", "context": 0, "sample": 0}
+    run = write_run(tmp_path / "link", [{**host, "k": None, "options": {}, "method_version": 1, "cores": 2}], kind="bench")
+    with pytest.raises(UserError, match=r"link holds no timings: .* recorded the host's memory and cores alone; .* needs a GPU$"):
+        build_report([run], tmp_path / "out")
+
+
 def test_a_run_directory_of_the_bench_command(tmp_path: Path) -> None:
     key = {"task": "qwen3-8b-shape", "sample": 0, "method_version": 1, "model": "qwen3-8b-shape", "layers": 36, "distinct_layers": 18}
     steps = [

@@ -93,11 +93,18 @@ def test_repository_that_is_not_there(tmp_path: Path) -> None:
         run("inspect", some_rows(tmp_path), "--tokenizer", tokenizer_folder(tmp_path), "--repo", "owner/projct")
 
 
+def test_repository_that_is_not_there_is_refused_where_words_are_counted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = some_rows(tmp_path)
+    with pytest.raises(UserError, match="no trajectory is of repository 'owner/projct'; did you mean 'owner/project'"):
+        run("inspect", path, "--repo", "owner/projct")
+    assert capsys.readouterr().out == ""
+    assert run("inspect", path, "--repo", "owner/project") == 0
+
+
 def test_a_tokenizer_that_is_not_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("inspect", some_rows(tmp_path), "--model", "smollm2") == 0
-    out, err = capsys.readouterr()
-    assert "warning: the tokenizer of 'smollm2' is not in the cache" in err
-    assert "counted: words of the plain rendering, since the tokenizer is not available" in out
+    with pytest.raises(UserError, match=r"the tokenizer of 'smollm2' is not in the cache: .*; without --model words are counted"):
+        run("inspect", some_rows(tmp_path), "--model", "smollm2")
+    assert capsys.readouterr().out == ""
 
 
 def test_template_insisted_on(tmp_path: Path) -> None:
@@ -132,14 +139,11 @@ def test_hostile_text_reaches_no_terminal(tmp_path: Path, capsys: pytest.Capture
         (("--session-tokens", "9:1"), "the form is LOW:HIGH"),
         (("--format", "openhand-v0"), "did you mean 'openhands-v0'"),
         (("--condensation", "none"), "unknown condensation 'none'"),
-        (("--tokenizer", "/no/such/folder"), "counted"),
+        (("--tokenizer", "/no/such/folder"), "there is no tokenizer '/no/such/folder'.*; without --tokenizer words are counted"),
+        (("--model", "nope"), "there is no tokenizer 'nope'"),
     ],
 )
-def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_options(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     path = some_rows(tmp_path)
-    if message == "counted":
-        assert run("inspect", path, *arguments) == 0
-        assert "there is no tokenizer '/no/such/folder'" in capsys.readouterr().err
-        return
     with pytest.raises(UserError, match=message):
         run("inspect", path, *arguments)

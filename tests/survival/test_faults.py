@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -203,7 +204,7 @@ def test_without_a_network_nothing_waits_for_the_hub(silence: threading.Event, t
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     try:
         for ask, message in (
-            (lambda: load_model("nobody/nothing"), "no hub model in the local hub cache; the hub did not answer within 2 s"),
+            (lambda: load_model("nobody/nothing"), "the model hub did not answer within 2 s, and what was fetched .* holds no such model"),
             (lambda: next(read_trajectories("nobody/nothing", ReadReport())), "cannot be streamed: the hub did not answer within 2 s"),
         ):
             began = time.perf_counter()
@@ -282,3 +283,37 @@ def test_a_damaged_record_is_named_and_measured_again(ruler: Arguments, tmp_path
     again = records(tmp_path / "run")
     assert len(again) == len(whole)
     assert sorted(map(str, again)) == sorted(map(str, whole))
+
+
+def test_records_of_random_bytes_are_told_by_both_commands(ruler: Arguments, tmp_path: Path, capsys: Capture) -> None:
+    assert main(ruler(limit=1)) == 0
+    whole = records(tmp_path / "run")
+    (tmp_path / "run" / RECORDS).write_bytes(random.Random(1).randbytes(300).replace(b"\n", b"-"))
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run")]) == 2
+    [error] = errors_of(capsys)
+    assert "has no records, only 1 damaged line: run 'fathom-eval ruler" in error
+    assert main([argument for argument in ruler(limit=1) if argument != "--quiet"]) == 0
+    assert re.search(r"^warning: \S+records\.jsonl: line 1 is damaged and is skipped", capsys.readouterr().err, re.MULTILINE)
+    assert records(tmp_path / "run") == whole
+
+
+def test_a_record_of_a_wrong_type_is_told_listed_and_measured_again(ruler: Arguments, tmp_path: Path, capsys: Capture) -> None:
+    assert main(ruler(limit=2)) == 0
+    file = tmp_path / "run" / RECORDS
+    whole = records(tmp_path / "run")
+    lines = file.read_bytes().splitlines(keepends=True)
+    [changed, *_] = [at for at, line in enumerate(lines) if b'"method": "landmark"' in line]
+    lines[changed] = re.sub(rb'"score": [\d.]+', b'"score": "x"', lines[changed])
+    file.write_bytes(b"".join(lines))
+    capsys.readouterr()
+    for command in (["report", str(tmp_path / "run")], [argument for argument in ruler(limit=2) if argument != "--quiet"]):
+        assert main(command) == 0
+        assert f"line {changed + 1} is damaged and is skipped (the field 'score' must be a number, not str)" in capsys.readouterr().err
+        if command[0] == "report":
+            assert "landmark" in (tmp_path / "run" / "report" / "missing.csv").read_text(encoding="utf-8")
+    # Measured again, it is no warning any more.
+    for command in (["report", str(tmp_path / "run")], [argument for argument in ruler(limit=2) if argument != "--quiet"]):
+        assert main(command) == 0
+        assert "damaged" not in capsys.readouterr().err
+    assert sorted(records(tmp_path / "run"), key=str) == sorted(whole, key=str)

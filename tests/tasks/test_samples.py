@@ -180,6 +180,23 @@ def test_wrong_names_and_lengths(builder: SampleBuilder):
         builder.check(["fwe"], [200], 4096)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_too_short_a_context_names_one_that_is_enough_and_not_much_more(builder: SampleBuilder, task: str) -> None:
+    with pytest.raises(UserError, match=f"context 40 is too short for {task}") as error:
+        builder.check([task], [40], 4096, samples=4)
+    enough = int(re.findall(r"; (\d+) tokens are enough$", str(error.value))[0])
+    builder.check([task], [enough], 4096, samples=4)
+    with pytest.raises(UserError, match="too short"):
+        builder.check([task], [enough // 2], 4096, samples=4)
+    with pytest.raises(UserError, match=r"needs room$"):
+        builder.check([task], [40], enough - 1, samples=4)
+
+
+def test_any_whole_number_is_a_seed_of_its_own(tokenizer: PreTrainedTokenizerFast, prose: Haystack) -> None:
+    prompts = {SampleBuilder(tokenizer, prose, seed=seed).build("niah_single", 500, 0).prompt for seed in (-(10**20), -1, 0, 1)}
+    assert len(prompts) == 4
+
+
 def test_all_is_checked_before_the_first_sample_is_built(builder: SampleBuilder, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builder, "build", lambda *arguments: pytest.fail("a sample was built before all names and lengths were checked"))
     with pytest.raises(UserError, match="exceed"):

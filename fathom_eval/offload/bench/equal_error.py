@@ -13,7 +13,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from fathom_eval.console import csv_safe, printable
-from fathom_eval.errors import UserError, did_you_mean
+from fathom_eval.errors import UserError, did_you_mean, nearest
 from fathom_eval.reports.timing_steps import in_turn
 from fathom_eval.run_files import file_errors, write_atomically
 
@@ -114,18 +114,16 @@ def equal_error(
         steps: Records of ``bench step``; those of one session count, void ones not. Of the rounds that timed a configuration and the
             reference that one counts in which the reference was fastest, and in it the fastest of either; without such a round the fastest
             of either anywhere.
-        references: Label of the fidelity run's configuration whose error is to be reached, or several.
+        references: The fidelity run's configuration whose error is to be reached, or several, as :func:`find_label` takes them.
         say: Told of errors that are left out, since no step of their k was timed.
 
     Raises:
         UserError: A reference has no record, or none of its error or time.
     """
     cells = _cells(fidelity)
-    known = sorted({one.label for cell in cells.values() for one in cell})
-    wanted = [references] if isinstance(references, str) else list(dict.fromkeys(references))
-    for reference in wanted:
-        if reference not in known:
-            raise UserError(f"the fidelity run has no '{reference}'; {did_you_mean(reference, known)}")
+    known = {one.label for cell in cells.values() for one in cell}
+    asked = [references] if isinstance(references, str) else references
+    wanted = list(dict.fromkeys(find_label(reference, known) for reference in asked))
     timed = _timed(steps)
     other = _other_k({k for _, k in cells}, {k for _, k, _, _ in timed})
     found = []
@@ -146,6 +144,38 @@ def equal_error(
     if other:
         say(f"left out: {other}")
     return found
+
+
+def labels_of(fidelity: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Labels of the configurations of a fidelity run that can be references."""
+    return {one.label for cell in _cells(fidelity).values() for one in cell}
+
+
+def find_label(text: str, known: Collection[str]) -> str:
+    """The known label that ``sparq r=D/4`` is, or that ``sparq:r=D/4`` has, as options of methods are given.
+
+    Raises:
+        UserError: There is none.
+    """
+    from fathom_eval.methods import parse_method  # imports torch
+
+    if text in known:
+        return text
+    spelt = text
+    with contextlib.suppress(UserError):
+        spelt = parse_method(text).label
+    if spelt in known:
+        return spelt
+    name = re.split("[: ]", spelt)[0]
+    near = nearest(name, {label.split()[0] for label in known})
+    own = [label for label in known if label.split()[0] == near]
+    hint = did_you_mean(spelt, own or known) if near in (None, name) else f"did you mean one of {', '.join(sorted(own))}?"
+    raise UserError(f"the fidelity run has no '{text}'; {hint}")
+
+
+def lost_references(path: Path, rows: Sequence[EqualError]) -> list[str]:
+    """References of the table at ``path`` that the rows lack: what is gone once they replace it. Raises as :func:`read_table`."""
+    return sorted({row.reference for row in read_table(path)} - {row.reference for row in rows})
 
 
 def write_table(path: Path, rows: Sequence[EqualError]) -> None:

@@ -118,7 +118,7 @@ class SyntheticSource:
         blocks = min(SEGMENT_BLOCKS, max(2, 1 << (max(1, min(contexts) // 64).bit_length() - 1)))
         for context in contexts:
             if context % (64 * blocks):
-                raise UserError(f"context {context} is not a multiple of {64 * blocks} tokens, the size of a segment")
+                raise UserError(_no_multiple(context, 64 * blocks))
         stores = known_stores(["planes", *(scan.store for scan in scans)])
         spans = {scan.span for scan in scans if scan.store == Landmarks.store} or {8}
         if len(spans) > 1:
@@ -133,7 +133,12 @@ class SyntheticSource:
         limit = host_limit if host_limit is not None else (free or 2**62) * 2 // 3
         count = min(shape.layers * sessions * need, limit // host)
         if count < need:
-            self.arena.check(need, limit=limit)
+            given = (
+                f"{limit / 2**30:.3g} GiB are allowed" if host_limit is not None else f"{gib(limit)}, two thirds of what is free, are taken"
+            )
+            raise UserError(
+                f"context {max(contexts)} needs {gib(need * host)} of host memory and {given}: give a shorter one or a larger --host-memory"
+            )
         self.arena.check(count, limit=limit)
         apart, wanted = count // need, shape.layers * sessions
         self._count, self._spread, self.host_bytes, self.weight_bytes = count, spread, host * count, shape.matrix_elements * dtype.itemsize
@@ -334,6 +339,13 @@ class PrefixSource:
     def close(self) -> None:
         """Give the host memory back."""
         self._stack.close()
+
+
+def _no_multiple(context: int, size: int) -> str:
+    """What is wrong with a context, and which nearby are right."""
+    below = context // size * size
+    right = f"{below} or {below + size}" if below else f"{size}"
+    return f"context {context} is not a multiple of {size} tokens, the size of a segment: give {right}"
 
 
 @contextlib.contextmanager
