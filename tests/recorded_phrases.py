@@ -15,6 +15,7 @@ from tests.recorded_equal_errors import (
     wall_ratio,
 )
 from tests.recorded_evaluation import phrases_of_checks, phrases_of_evaluations
+from tests.recorded_fetches import rate
 from tests.recorded_names import (
     DOUBLE,
     DOUBLE_4,
@@ -44,7 +45,6 @@ from tests.recorded_steps import (
     other_rounds,
     paced,
     paced_equal,
-    rate,
     ratio_line,
     ratios,
     ratios_elsewhere,

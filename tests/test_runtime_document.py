@@ -26,6 +26,7 @@ from tests.recorded_equal_errors import (
     windows,
 )
 from tests.recorded_evaluation import decoded_twice, evaluations
+from tests.recorded_fetches import fetches, huge, rate
 from tests.recorded_names import (
     DOUBLE,
     DOUBLE_4,
@@ -51,8 +52,6 @@ from tests.recorded_steps import (
     batches,
     contexts,
     equal_steps,
-    fetches,
-    huge,
     in_hbm,
     in_turn,
     kernel,
@@ -66,7 +65,6 @@ from tests.recorded_steps import (
     paced,
     paced_equal,
     parts,
-    rate,
     ratios,
     ratios_elsewhere,
     records,
